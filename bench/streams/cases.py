@@ -18,6 +18,7 @@ from bench.streams.device import Program
 from bench.streams.record import Machine, record
 from tpkernels.comm import schedule
 from tpkernels.comm.transports import c10d
+from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops import (
     column_linear,
     linear_cross_entropy,
@@ -26,12 +27,14 @@ from tpkernels.ops import (
     vocab_cross_entropy,
     vocab_embedding,
 )
+from tpkernels.ops.matmul import PLAIN
 from tpkernels.ops.tensor_parallel import mappings
 from tpkernels.ops.tensor_parallel.parallel import split_of
 from tpkernels.ops.vocab import vocabulary
 
 SHARD, NARROW, WIDE = 16, 16, 64  # rows of a rank; features of a matrix, and of a rank's shard of another
 CALLS = 4  # of each operator: two slots, each used twice
+EXACT_FP8 = Recipe.rowwise(power_of_two=True)  # of small integers
 OperandShard = str  # "rows", "cols" or "whole"
 
 
@@ -44,6 +47,7 @@ class Case:
     splits: tuple[OperandShard, ...]  # of its inputs
     result: OperandShard
     shapes: Callable[[int], list[tuple[int, ...]]]  # of the inputs, by the number of ranks
+    large: tuple[int, ...] = ()  # inputs of 2 and 3: gates of their products are open, silu(g) = g in fp32
 
 
 def _linear(ranks: int) -> list[tuple[int, ...]]:
@@ -59,12 +63,33 @@ def _mlp(ranks: int) -> list[tuple[int, ...]]:
     return [(SHARD * ranks, NARROW), (features, NARROW), (features,), (NARROW, features), (NARROW,)]
 
 
+def _gated_mlp(ranks: int) -> list[tuple[int, ...]]:
+    return [(SHARD * ranks, NARROW), *[(WIDE * ranks, NARROW)] * 2, (NARROW, WIDE * ranks)]
+
+
 def _rows(ranks: int) -> list[tuple[int, ...]]:
     return [(SHARD * ranks, NARROW * ranks)]
 
 
 def _two_layers(x: Tensor, w_up: Tensor, b_up: Tensor, w_down: Tensor, b_down: Tensor) -> Tensor:
     return functional.linear(functional.linear(x, w_up, b_up).relu(), w_down, b_down)
+
+
+def _swiglu(x: Tensor, w_up: Tensor, w_gate: Tensor, w_down: Tensor) -> Tensor:
+    return functional.linear(functional.silu(x @ w_gate.t()) * (x @ w_up.t()), w_down)
+
+
+def _gated(
+    group: ProcessGroup,
+    x: Tensor,
+    w_up: Tensor,
+    w_gate: Tensor,
+    w_down: Tensor,
+    quantize: Recipe | None = None,
+) -> Tensor:
+    return parallel_mlp(
+        x, w_up, None, w_down, None, group, w_gate_shard=w_gate, sequence_parallel=True, quantize=quantize
+    )
 
 
 def _mlp_of(sequence_parallel: bool) -> Callable[..., Tensor]:
@@ -77,7 +102,7 @@ def _mlp_of(sequence_parallel: bool) -> Callable[..., Tensor]:
     return op
 
 
-def _of(linear: Callable[..., Tensor], **options: bool) -> Callable[..., Tensor]:
+def _of(linear: Callable[..., Tensor], **options: object) -> Callable[..., Tensor]:
     return lambda group, *tensors: linear(*tensors, group, **options)
 
 
@@ -101,6 +126,10 @@ CASES = {
         _of(column_linear, sequence_parallel=True, save_gathered=True),
         *(functional.linear, ("rows", "rows", "rows"), "cols", _linear),
     ),
+    "column in fp8": Case(
+        _of(column_linear, sequence_parallel=True, quantize=EXACT_FP8),
+        *(functional.linear, ("rows", "rows", "rows"), "cols", _linear),
+    ),
     "column": Case(_of(column_linear), functional.linear, ("whole", "rows", "rows"), "cols", _linear),
     "row, sequence-parallel": Case(
         _of(row_linear, sequence_parallel=True),
@@ -109,11 +138,16 @@ CASES = {
         "rows",
         _row_linear,
     ),
+    "row in fp8": Case(
+        _of(row_linear, sequence_parallel=True, quantize=EXACT_FP8),
+        *(functional.linear, ("cols", "cols", "whole"), "rows", _row_linear),
+    ),
     "row": Case(_of(row_linear), functional.linear, ("cols", "cols", "whole"), "whole", _row_linear),
     "mlp, sequence-parallel": Case(
         _mlp_of(True), _two_layers, ("rows", "rows", "rows", "cols", "whole"), "rows", _mlp
     ),
     "mlp": Case(_mlp_of(False), _two_layers, ("whole", "rows", "rows", "cols", "whole"), "whole", _mlp),
+    "gated mlp": Case(_gated, _swiglu, ("rows", "rows", "rows", "cols"), "rows", _gated_mlp, large=(0, 2)),
     "gather of tokens": Case(
         _mapping(partial(mappings.gather_from_sequence_region, tensor_parallel_output_grad=False)),
         *(_itself, ("rows",), "whole", _rows),
@@ -128,15 +162,18 @@ def split(value: Tensor, how: OperandShard, rank: int, ranks: int) -> Tensor:
     return value.chunk(ranks, dim=0 if how == "rows" else -1)[rank].contiguous()
 
 
-def _numbers(shape: Sequence[int], seed: int) -> Tensor:
+def _numbers(shape: Sequence[int], seed: int, least: int = -2, most: int = 2) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-2, 3, tuple(shape), generator=generator).float()
+    return torch.randint(least, most + 1, tuple(shape), generator=generator).float()
 
 
 @lru_cache(maxsize=64)
 def _inputs(case: Case, ranks: int, call: int) -> tuple[list[Tensor], Tensor]:
     """Return full inputs of a call, and the full gradient of its result."""
-    inputs = [_numbers(shape, 100 * call + index) for index, shape in enumerate(case.shapes(ranks))]
+    inputs = [
+        _numbers(shape, 100 * call + index, *((2, 3) if index in case.large else ()))
+        for index, shape in enumerate(case.shapes(ranks))
+    ]
     return inputs, _numbers(case.whole(*inputs).shape, 100 * call + 99)
 
 
@@ -212,23 +249,34 @@ def program_of(
     return program, wanted if backward else [of_rank[::results] for of_rank in wanted]
 
 
-def gathers_in_flight(machine: Machine) -> tuple[Program, list[list[Tensor]]]:
-    """Return a program of two gathers at once through one exchange; from the second on each has a barrier."""
+def gathers_in_flight(machine: Machine, *, multiplied: bool = False) -> tuple[Program, list[list[Tensor]]]:
+    """Return a program of two gathers at once through one exchange; from the second on each has a barrier.
+
+    multiplied: by a kernel that waits for their rows
+    """
     ranks, cols = machine.ranks, NARROW
+    up, gate = _numbers((WIDE, cols), 1000), _numbers((WIDE, cols), 1001, 2, 3)
+
+    def rows_of(number: int) -> Tensor:
+        return _numbers((SHARD * ranks, cols), number, 2, 3)
 
     def body(group: ProcessGroup) -> list[Tensor]:
-        results, rows, tp = [], SHARD * ranks, split_of("gathers", group, True)
+        results, tp = [], split_of("gathers", group, True)
+        ups = [weight.to("cuda") for weight in (up, gate)]
         for call in range(CALLS):
             pending = []
             for number in (2 * call, 2 * call + 1):
-                shard = split(_numbers((rows, cols), number), "rows", group.rank(), ranks).to("cuda")
-                pending.append(tp.gather("gathers", "rows", shard))
-            results += [each.all() for each in pending]
+                shard = split(rows_of(number), "rows", group.rank(), ranks).to("cuda")
+                pending.append(tp.gather("gathers", "rows", shard, keeps=not multiplied))
+            for each in pending:
+                h = PLAIN.unit(each, ups, None, "swiglu", False, up.dtype)[0] if multiplied else each.all()
+                results.append(h)
         return results
 
     with _in_chunks(1):
         program = record(machine, body)
-    wanted = [_numbers((SHARD * ranks, cols), number) for number in range(2 * CALLS)]
+    gathered = [rows_of(number) for number in range(2 * CALLS)]
+    wanted = [_swiglu(x, up, gate, torch.eye(WIDE)) for x in gathered] if multiplied else gathered
     return program, [wanted] * ranks
 
 
@@ -263,10 +311,6 @@ def without_reference(
         return record(machine, body, transport), None
 
 
-def _gated_mlp(group: ProcessGroup, x: Tensor, w_up: Tensor, w_gate: Tensor, w_down: Tensor) -> Tensor:
-    return parallel_mlp(x, w_up, None, w_down, None, group, w_gate_shard=w_gate, sequence_parallel=True)
-
-
 def _of_a_vocabulary(group: ProcessGroup, table: Tensor, head: Tensor) -> Tensor:
     """Compute the loss of each token twice, from embeddings by a fused loss and from logits.
 
@@ -279,16 +323,12 @@ def _of_a_vocabulary(group: ProcessGroup, table: Tensor, head: Tensor) -> Tensor
     return loss + vocab_cross_entropy(logits, ids, group)
 
 
-def _shapes_of_gated_mlp(ranks: int) -> list[tuple[int, int]]:
-    return [(SHARD * ranks, NARROW), *[(WIDE * ranks, NARROW)] * 2, (NARROW, WIDE * ranks)]
-
-
-def _shapes_of_vocabulary(ranks: int) -> list[tuple[int, int]]:
+def _shapes_of_vocabulary(ranks: int) -> list[tuple[int, ...]]:
     return [(WIDE * ranks, NARROW)] * 2
 
 
-INEXACT: dict[str, tuple[Callable[..., Tensor], Callable[[int], list[tuple[int, int]]]]] = {
-    "gated mlp": (_gated_mlp, _shapes_of_gated_mlp),
+INEXACT: dict[str, tuple[Callable[..., Tensor], Callable[[int], list[tuple[int, ...]]]]] = {
+    "gated mlp in fp8": (partial(_gated, quantize=EXACT_FP8), _gated_mlp),
     "vocabulary": (_of_a_vocabulary, _shapes_of_vocabulary),
 }
 
@@ -335,17 +375,27 @@ def all_programs() -> dict[str, Callable[[], Recorded]]:
     for ranks in (2, 4, 8):
         machine = Machine(ranks)
         for captured, name in product((False, True), CASES):
-            ways = [("c10d", 1), ("c10d", 2), ("symmetric", 1), ("symmetric-rounds", 2)]
-            for transport, rounds in ways[:2] if name.startswith("gather of") else ways:  # over c10d alone
+            for transport, rounds in _ways_of(name):
                 told = _named(name, transport, ranks, rounds, captured=captured)
                 found[told] = partial(program_of, name, machine, transport, captured=captured, rounds=rounds)
-        for captured, name, transport in product((False, True), INEXACT, TRANSPORTS):
-            told = _named(name, transport, ranks, captured=captured)
-            found[told] = partial(without_reference, name, machine, transport, captured=captured)
-        found[_named("gathers in flight", "symmetric", ranks)] = partial(gathers_in_flight, machine)
+        for captured, name in product((False, True), INEXACT):
+            for transport in ["symmetric"] if "fp8" in name else TRANSPORTS:
+                told = _named(name, transport, ranks, captured=captured)
+                found[told] = partial(without_reference, name, machine, transport, captured=captured)
+        for name, multiplied in (("gathers in flight", False), ("products in flight", True)):
+            program = partial(gathers_in_flight, machine, multiplied=multiplied)
+            found[_named(name, "symmetric", ranks)] = program
         for transport in TRANSPORTS:
             found[_named("two streams", transport, ranks)] = partial(two_streams, machine, transport)
     return found
+
+
+def _ways_of(name: str) -> list[tuple[str, int]]:
+    """Return the transports of an operator, each with the rounds of its products."""
+    ways = [("c10d", 1), ("c10d", 2), ("symmetric", 1), ("symmetric-rounds", 2)]
+    if name.startswith("gather of"):
+        return ways[:2]  # over c10d alone
+    return ways[2:3] if "fp8" in name else ways  # words travel as rows do; kernels wait for them otherwise
 
 
 def _named(name: str, transport: str, ranks: int, rounds: int = 1, *, captured: bool = False) -> str:

@@ -7,25 +7,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from bench.streams.device import Awaited, Device, MachineError, Span, Step
 from bench.streams.tensors import VirtualTensor, spans_of
+from tpkernels.kernels.activations import act_grad_ref, act_ref
+from tpkernels.kernels.scaled import dequantize_ref
 
+Product = tuple[Sequence[Tensor], Callable[[], Tensor]]  # what a tile reads, and how it multiplies it
 Model = Callable[[Device, int, Mapping[str, Any]], Sequence[Sequence[Step]]]
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda z: z,
-    "relu": functional.relu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda z: functional.gelu(z, approximate="tanh"),
-    "silu": functional.silu,
-    "sigmoid": torch.sigmoid,
-}
 
 
 def elem_of(operand: Any) -> Tensor:
@@ -52,56 +45,146 @@ def _waits(arguments: Mapping[str, Any], chunks: range) -> tuple[tuple[Awaited, 
 
 
 def linear(device: Device, programs: int, arguments: Mapping[str, Any]) -> list[list[Step]]:
-    x, w, y, z = (elem_of(arguments[name]) for name in ("x", "w", "y", "z"))
-    bias = elem_of(arguments["b_ptr"]) if arguments["HAS_BIAS"] else None
-    act = _ACTIVATIONS[arguments["ACTIVATION"]]
+    x, w = _elems(arguments, "x", "w")
 
-    def written(rows: slice, cols: slice) -> None:
-        value = x[rows] @ w[cols].t()
-        if bias is not None:
-            value = value + bias[cols]
-        if arguments["KEEP_Z"]:
-            z[rows, cols] = value
-        y[rows, cols] = act(value)
+    def product(rows: slice, cols: slice) -> Product:
+        return [x[rows], w[cols]], lambda: x[rows] @ w[cols].t()
 
-    return _as_rows_arrive(programs, arguments, x, w, [y, z] if arguments["KEEP_Z"] else [y], written)
+    return _linear(programs, arguments, product)
+
+
+def scaled_linear(device: Device, programs: int, arguments: Mapping[str, Any]) -> list[list[Step]]:
+    x, w, x_scale, w_scale = _elems(arguments, "x", "w", "x_scale_ptr", "w_scale_ptr")
+    shared = arguments["SHARED"]  # rows of w that share a scale
+
+    def product(rows: slice, cols: slice) -> Product:
+        scales = w_scale[cols.start // shared : (cols.stop - 1) // shared + 1]
+
+        def compute() -> Tensor:
+            of_rows = w_scale.repeat_interleave(shared, 0)[cols]
+            weight = dequantize_ref(w[cols], of_rows, torch.float32)
+            return dequantize_ref(x[rows], x_scale[rows], torch.float32) @ weight.t()
+
+        return [x[rows], x_scale[rows], w[cols], scales], compute
+
+    return _linear(programs, arguments, product)
+
+
+def _linear(
+    programs: int, arguments: Mapping[str, Any], product: Callable[[slice, slice], Product]
+) -> list[list[Step]]:
+    """Model act(product + bias) and, if it is kept, its argument."""
+    y, z = _elems(arguments, "y", "z")
+    keeps, bias = arguments["KEEP_Z"], elem_of(arguments["b_ptr"]) if arguments["HAS_BIAS"] else None
+
+    def tile(rows: slice, cols: slice) -> Tile:
+        reads, compute = product(rows, cols)
+
+        def run() -> None:
+            value = compute() if bias is None else compute() + bias[cols]
+            if keeps:
+                z[rows, cols] = value
+            y[rows, cols] = act_ref(value, arguments["ACTIVATION"])
+
+        reads = reads if bias is None else [*reads, bias[cols]]
+        return Tile(run, reads, [each[rows, cols] for each in ([y, z] if keeps else [y])])
+
+    return _as_rows_arrive(programs, arguments, y, tile)
+
+
+def glu(device: Device, programs: int, arguments: Mapping[str, Any]) -> list[list[Step]]:
+    x, w_gate, w_up, g, u, h = _elems(arguments, "x", "w_gate", "w_up", "g", "u", "h")
+    keeps = arguments["KEEP"]
+
+    def tile(rows: slice, cols: slice) -> Tile:
+        def run() -> None:
+            gate, up = x[rows] @ w_gate[cols].t(), x[rows] @ w_up[cols].t()
+            if keeps:
+                g[rows, cols], u[rows, cols] = gate, up
+            h[rows, cols] = act_ref(gate, arguments["GATE"]) * up
+
+        results = [h, g, u] if keeps else [h]
+        return Tile(run, [x[rows], w_gate[cols], w_up[cols]], [each[rows, cols] for each in results])
+
+    return _as_rows_arrive(programs, arguments, h, tile)
 
 
 def dgrad(device: Device, programs: int, arguments: Mapping[str, Any]) -> list[list[Step]]:
-    dy, w, dx = (elem_of(arguments[name]) for name in ("dy", "w", "dx"))
+    """Model a product of one pair: none of two waits for rows."""
+    dy, w, z, dx, partials = _elems(arguments, "dy", "w", "z", "dx", "partials_ptr")
+    activation, sums = arguments["ACTIVATION"], arguments["BIAS_GRAD"]
 
-    def written(rows: slice, cols: slice) -> None:
-        dx[rows, cols] = dy[rows] @ w[:, cols]
+    def tile(rows: slice, cols: slice) -> Tile:
+        of_sums = partials[rows.start // arguments["BLOCK_ROWS"], cols]
 
-    return _as_rows_arrive(programs, arguments, dy, w.t(), [dx], written)
+        def run() -> None:
+            value = dy[rows] @ w[:, cols]
+            if activation != "none":
+                value = act_grad_ref(value, z[rows, cols], activation)
+            if sums:
+                of_sums.copy_(value.sum(0))
+            dx[rows, cols] = value
+
+        reads = [dy[rows], w[:, cols], *([z[rows, cols]] if activation != "none" else [])]
+        return Tile(run, reads, [dx[rows, cols], *([of_sums] if sums else [])])
+
+    return _as_rows_arrive(programs, arguments, dx, tile)
+
+
+def dglu(device: Device, programs: int, arguments: Mapping[str, Any]) -> list[list[Step]]:
+    dy, w, g, u, dg, du, h = _elems(arguments, "dy", "w", "g", "u", "dg", "du", "h")
+
+    def tile(rows: slice, cols: slice) -> Tile:
+        def run() -> None:
+            dh, gate, up = dy[rows] @ w[:, cols], g[rows, cols], u[rows, cols]
+            f = act_ref(gate, arguments["GATE"])
+            dg[rows, cols], du[rows, cols] = act_grad_ref(dh * up, gate, arguments["GATE"]), dh * f
+            if arguments["EMIT_H"]:
+                h[rows, cols] = f * up
+
+        results = [dg, du, h] if arguments["EMIT_H"] else [dg, du]
+        reads = [dy[rows], w[:, cols], g[rows, cols], u[rows, cols]]
+        return Tile(run, reads, [each[rows, cols] for each in results])
+
+    return _as_rows_arrive(programs, arguments, dg, tile)
+
+
+class Tile(NamedTuple):
+    """A tile of a product."""
+
+    run: Callable[[], None]
+    reads: Sequence[Tensor]
+    writes: Sequence[Tensor]
 
 
 def _as_rows_arrive(
-    programs: int,
-    arguments: Mapping[str, Any],
-    x: Tensor,
-    w: Tensor,
-    results: Sequence[Tensor],
-    written: Callable[[slice, slice], None],
+    programs: int, arguments: Mapping[str, Any], result: Tensor, tile: Callable[[slice, slice], Tile]
 ) -> list[list[Step]]:
-    """Model the tiles of a product that waits for rows of x. written: what computes a tile of the results"""
-    rows, cols = arguments["BLOCK_ROWS"], arguments["BLOCK_COLS"]
-    T, N, chunk_rows = x.shape[0], w.shape[0], arguments["chunk_rows"]
-    row_tiles, col_tiles = -(-T // rows), -(-N // cols)
+    """Model the tiles of a product, each of which waits for its rows.
 
-    def tile(index: int) -> Step:
-        t = (arguments["first_tile"] + index // col_tiles) % row_tiles * rows
-        part, features = (
-            slice(t, min(t + rows, T)),
-            slice(index % col_tiles * cols, (index % col_tiles + 1) * cols),
-        )
-        chunks = range(part.start // chunk_rows, (part.stop - 1) // chunk_rows + 1)
-        awaits, word = _waits(arguments, chunks)
-        outs = tuple(span for result in results for span in spans_of(result[part, features]))
-        reads = (*spans_of(x[part]), *spans_of(w[features]), *word)
-        return Step(partial(written, part, features), reads, outs, awaits)
+    tile: of rows and columns of the result
+    """
+    block_rows, block_cols = arguments["BLOCK_ROWS"], arguments["BLOCK_COLS"]
+    (T, N), chunk_rows = result.shape, arguments["chunk_rows"]
+    row_tiles, col_tiles = -(-T // block_rows), -(-N // block_cols)
 
-    return dealt([tile(index) for index in range(row_tiles * col_tiles)], programs)
+    def step(index: int) -> Step:
+        t = (arguments["first_tile"] + index // col_tiles) % row_tiles * block_rows
+        n = index % col_tiles * block_cols
+        rows, cols = slice(t, min(t + block_rows, T)), slice(n, min(n + block_cols, N))
+        run, reads, writes = tile(rows, cols)
+        awaits, word = _waits(arguments, range(t // chunk_rows, (rows.stop - 1) // chunk_rows + 1))
+        return Step(run, (*_spans(reads), *word), _spans(writes), awaits)
+
+    return dealt([step(index) for index in range(row_tiles * col_tiles)], programs)
+
+
+def _elems(arguments: Mapping[str, Any], *names: str) -> list[Tensor]:
+    return [elem_of(arguments[name]) for name in names]
+
+
+def _spans(tensors: Sequence[Tensor]) -> tuple[Span, ...]:
+    return tuple(span for tensor in tensors for span in spans_of(tensor))
 
 
 def scatter_linear(device: Device, programs: int, arguments: Mapping[str, Any]) -> list[list[Step]]:
@@ -176,6 +259,22 @@ def reduce_slots(device: Device, programs: int, arguments: Mapping[str, Any]) ->
     return dealt([block(t) for t in range(0, T, rows)], programs)
 
 
+def sum_rows(device: Device, programs: int, arguments: Mapping[str, Any]) -> list[list[Step]]:
+    """Model a chunk as one step; the programs of its columns are not modelled."""
+    source, sums, size = elem_of(arguments["source_ptr"]), elem_of(arguments["sums_ptr"]), arguments["CHUNK"]
+    rows, chunks = arguments["rows"], -(-arguments["rows"] // size)
+
+    def chunk(index: int) -> Step:
+        part, total = source[index * size : min((index + 1) * size, rows)], sums.view(chunks, -1)[index]
+
+        def run() -> None:
+            total.copy_(part.float().sum(0))
+
+        return Step(run, spans_of(part), spans_of(total))
+
+    return dealt([chunk(index) for index in range(chunks)], programs)
+
+
 def advance(device: Device, programs: int, arguments: Mapping[str, Any]) -> list[list[Step]]:
     word, awaited = elem_of(arguments["word_ptr"]), elem_of(arguments["awaited_ptr"])
     step, code = arguments["step"], arguments["code"]
@@ -189,7 +288,11 @@ def advance(device: Device, programs: int, arguments: Mapping[str, Any]) -> list
 
 OURS: dict[str, Model] = {
     "_linear_fwd_kernel": linear,
+    "_scaled_linear_kernel": scaled_linear,
+    "_glu_fwd_kernel": glu,
     "_dgrad_kernel": dgrad,
+    "_dglu_kernel": dglu,
+    "_sum_rows_kernel": sum_rows,
     "_scatter_linear_kernel": scatter_linear,
     "_reduce_slots_kernel": reduce_slots,
     "_advance_kernel": advance,

@@ -41,7 +41,7 @@ from bench.streams.tensors import OnDevice, VirtualTensor, moved, spans_of, tens
 from tpkernels.comm.transports import c10d, select, symmetric
 from tpkernels.comm.transports.mailbox import Opening
 from tpkernels.comm.transports.symmetric import SymmetricExchange
-from tpkernels.dispatch import backends
+from tpkernels.dispatch import backends, scaled
 from tpkernels.kernels import interpret, launch_plans, reduce, target, tiles
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.target import Target
@@ -361,7 +361,8 @@ def _standing_in(
         return partial(models.launched, gpu, known, kernel, grid)
 
     gpu_target = Target("interpreter", 90, machine.processors)
-    properties = type("Properties", (), {"multi_processor_count": machine.processors})
+    capability = {"major": gpu_target.capability // 10, "minor": gpu_target.capability % 10}
+    properties = type("Properties", (), {"multi_processor_count": machine.processors, **capability})
     changes = [
         patch.dict(select.openers, symmetric=open_virtual),
         patch.object(select, "requested_transport", transport),
@@ -370,6 +371,8 @@ def _standing_in(
         # products without waits: our kernels for these have no models
         patch.object(backends, "_resolved", lambda *_: "torch"),
         patch.object(KernelInterface, "__getitem__", on_grid),
+        # a CPU cannot widen the result of a product of bf16
+        patch.object(scaled, "_wide_linear", lambda x, weight, wide: x.to(wide) @ weight.to(wide).t()),
         patch.object(symmetric_memory, "empty", empty),
         patch.object(symmetric_memory, "rendezvous", rendezvous),
         patch.object(interpret, "INTERPRETING", False),

@@ -1,12 +1,20 @@
-"""How kernels add what ranks sent, where bits may not depend on how many there are."""
+"""Kernels that wait for rows, and how they add what ranks sent, where bits may not depend on how many."""
+
+from contextlib import ExitStack
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from tests.loopback import open_loopback, start
+from tests.on_ranks import on_ranks
+from tests.ops.parallel_behaviour import mlp, operands_of, with_gradients
+from tests.ops.parallel_cases import Setting, equal, prepare
+from tests.ops.test_transports import waited
+from tests.ops.transport_cases import using
 from tests.segments import in_op
 from tpkernels.comm.transports.memory import Layout
-from tpkernels.kernels import invariance
+from tpkernels.kernels import dglu, dgrad, glu, invariance, linear
 from tpkernels.kernels.reference import reduce_slots_ref
 from tpkernels.ops.matmul import PLAIN
 from tpkernels.ops.tensor_parallel.flag_waits import FLAG_KERNELS
@@ -29,6 +37,35 @@ def test_slots_of_ranks_are_added_in_the_order_that_terms_ask_for(tree, bias):
         assert total.equal(FLAG_KERNELS.sum_of(deliveries[0].slots, b, deliveries[0], tree=tree))
         for end, delivery in zip(ends, deliveries, strict=True):
             delivery.end(), end.close()
+
+
+# unit -> kernels that wait in forward and backward
+WAITING = {
+    "swiglu": ((glu, "glu_fwd"), (dglu, "dglu")),
+    "gelu": ((linear, "linear_fwd"), (dgrad, "dgrad_act")),
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these kernels run in the interpreter")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("transport", ["shared", "stand-in"])
+@pytest.mark.parametrize("unit", WAITING)
+@on_ranks(2)
+def test_one_kernel_of_an_mlp_multiplies_while_rows_arrive(unit, transport, dtype):
+    """Forward and backward; with the bits of a product after the gather."""
+    prepare(Setting())
+    operands = [t.to(dtype) for t in operands_of(2)]
+    found = []
+    for overlap, launches in ((True, 1), (False, 0)):
+        with using(transport, "triton"), ExitStack() as entered:
+            spies = [
+                entered.enter_context(patch.object(home, name, wraps=getattr(home, name)))
+                for home, name in WAITING[unit]
+            ]
+            options = {"sequence_parallel": True, "overlap": overlap, "activation": unit}
+            found.append(with_gradients(mlp, operands, gated=unit == "swiglu", **options))
+        assert [waited(spy) for spy in spies] == [launches] * 2
+    assert equal(*found)
 
 
 def test_terms_of_segments_are_added_in_a_tree():

@@ -20,15 +20,17 @@ from tests.dispatch.simulated_stream import SimulatedStream
 from tests.on_ranks import on_ranks
 from tests.ops.parallel_behaviour import block, operands_of, with_gradients
 from tests.ops.parallel_cases import Setting, prepare
+from tests.ops.test_transports import waited
 from tests.ops.transport_cases import heard, open_stand_in, using
 from tpkernels.comm.agreement import offers_of_all
 from tpkernels.comm.calls import handshake
 from tpkernels.comm.transports import c10d, select
 from tpkernels.comm.transports.mailbox import Opening
-from tpkernels.dispatch import primitives
+from tpkernels.comm.transports.rows import Gather
+from tpkernels.dispatch import chooser, primitives
 from tpkernels.dispatch.cache import Cache, Choice, Versions
 from tpkernels.dispatch.timing import SLACK, StreamClock, StreamTimer
-from tpkernels.kernels import linear, reduce, scatter_linear, tiles
+from tpkernels.kernels import dglu, linear, reduce, scatter_linear, tiles
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.kernels.waits import Arrivals
@@ -36,13 +38,15 @@ from tpkernels.ops import matmul
 from tpkernels.ops.tensor_parallel import flag_waits, parallel, ways
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.parallel import split_of
+from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
 from tpkernels.ops.tensor_parallel.row_linear import row_linear
-from tpkernels.ops.tensor_parallel.ways import ROUNDS, Way, WayChooser, WayRun, _mismatch
+from tpkernels.ops.tensor_parallel.ways import ROUNDS, Tell, Trial, Way, WayChooser, mismatch
 
 MATMUL = torch.backends.cuda.matmul
 KEY = "gathers of this test"
 VERSIONS = Versions("no GPU", "torch", "triton", "kernels")
-PLAIN = {"one": (10.0, 10.0), "many": (5.0, 20.0), "memory": (8.0, 8.0)}  # milliseconds on each rank
+ONE, MANY, MEMORY = (way.name for way in (Way(1), Way(2), Way(0, in_memory=True)))
+TIMES = {ONE: (10.0, 10.0), MANY: (5.0, 20.0), MEMORY: (8.0, 8.0)}  # milliseconds on each rank
 ROWS, FEATURES = 16, 32
 MEMORY_FIRST = {"1 collective": 3.0, "2 collectives": 2.0, "symmetric": 1.0}  # milliseconds
 
@@ -51,67 +55,69 @@ def tell(texts: Sequence[str]) -> list[list[str]]:
     return offers_of_all(KEY, handshake("op", "a test", dist.group.WORLD), "", "", texts)
 
 
-class Table:
+class Table(Trial):
     """Ways whose runs take what a table says, and who counts them."""
 
     def __init__(self, times: Mapping[str, tuple[float, ...]], broken: Mapping[str, str]) -> None:
         """broken: how a way fails on the last rank"""
         self.times, self.broken = times, broken if dist.get_rank() == dist.get_world_size() - 1 else {}
-        self.runs, self.closed = dict.fromkeys(times, 0), list[str]()
+        self.runs, self.is_open = dict.fromkeys(times, 0), False  # memory
 
-    def ways(self) -> list[Way]:
-        return [
-            Way(name, partial(self._open, name), partial(self.closed.append, name), recovers=name == "memory")
-            for name in self.times
-        ]
-
-    def _open(self, name: str) -> WayRun:
-        if self.broken.get(name) == "cannot open":
+    def open(self, way: Way) -> None:
+        if self.broken.get(way.name) == "cannot open":
             raise MemoryError("planted")
-        return lambda: self._run(name)
+        self.is_open |= way.in_memory
 
-    def _run(self, name: str) -> Tensor:
-        self.runs[name] += 1
-        if self.broken.get(name) == "raises":
+    def close(self) -> None:
+        self.is_open = False
+
+    def run(self, way: Way) -> list[Tensor]:
+        assert self.is_open or not way.in_memory
+        self.runs[way.name] += 1
+        if self.broken.get(way.name) == "raises":
             raise RuntimeError("planted in a run")
-        return torch.full((3,), 2.0 if self.broken.get(name) == "wrong numbers" else 1.0)
+        return [torch.full((3,), 2.0 if self.broken.get(way.name) == "wrong numbers" else 1.0)]
 
-    def clock(self, name: str, run: WayRun) -> float:
+    def clock(self, name: str, run: Callable[[], object]) -> float:
         run()
         return self.times[name][dist.get_rank()]
 
+    def choose(self, tell: Tell, cache: Cache, default: str = ONE, why_not: str = "", step: int = 1) -> Any:
+        ways = {way.name: way for way in (Way(1), Way(2), Way(0, in_memory=True))}
+        chooser = WayChooser(KEY, self, tell, self.clock, cache, {})
+        return chooser.choose(list(ways.values())[::step], ways[default], why_not)
 
-Found = tuple[str, str, dict[str, int], list[str], list[str]]  # name, source, runs, closed, warnings
+
+Found = tuple[
+    str, str, dict[str, int], bool, list[str]
+]  # name, source, runs, whether memory is open, warnings
 
 
 def chosen(folder: Path | None, options: Mapping[str, Any]) -> Found:
     """options: `broken` as of `Table`; `cached`, `why_not` and `default` of each rank"""
-    rank, table = dist.get_rank(), Table(PLAIN, options.get("broken", {}))
+    rank, table = dist.get_rank(), Table(TIMES, options.get("broken", {}))
     cache = Cache(folder and folder / str(rank), VERSIONS)
     if cached := options.get("cached", ("", ""))[rank]:
         cache.put(KEY, Choice(cached, {}))
-    chooser = WayChooser(tell, table.clock, cache)
-    default, why_not = options.get("default", ("one", "one"))[rank], options.get("why_not", ("", ""))[rank]
+    default, why_not = options.get("default", (ONE, ONE))[rank], options.get("why_not", ("", ""))[rank]
     with heard("tpkernels.dispatch") as said:
-        ways_in_any_order = table.ways()[:: -1 if rank else 1]
-        decision = chooser.choose(KEY, ways_in_any_order, default, why_not)
+        decision = table.choose(tell, cache, default, why_not, step=-1 if rank else 1)
     dist.barrier()
-    return decision.candidate.name, decision.source, table.runs, table.closed, said
+    return decision.candidate.name, decision.source, table.runs, table.is_open, said
 
 
 @on_ranks(1)
 def test_a_way_that_fails_with_messages_under_way_is_an_error():
     """One that sends, and fails half-way on the only rank that runs it."""
-    table = Table(PLAIN, {"many": "raises"})
-    chooser = WayChooser(lambda texts: [list(texts)], table.clock, Cache(None, VERSIONS))
+    table = Table(TIMES, {MANY: "raises"})
     with pytest.raises(RuntimeError, match="planted in a run"):
-        chooser.choose(KEY, table.ways(), "one")
+        table.choose(lambda texts: [list(texts)], Cache(None, VERSIONS))
 
 
 def times(of: Mapping[str, float]) -> Callable[[torch.device], Any]:
     """A clock that says so, whatever the device."""
 
-    def clock(name: str, run: WayRun) -> float:
+    def clock(name: str, run: Callable[[], object]) -> float:
         run()
         return of.get(name, 9.0)
 
@@ -135,7 +141,10 @@ def as_on_gpus(of: Mapping[str, float], cache: Cache, opener: Any = open_stand_i
 
 
 def gather(x: Tensor, group: dist.ProcessGroup, features: int = FEATURES, op: str = "op") -> Tensor:
-    return split_of(op, group, True).gather(op, "x", x, features).all()
+    """Gather rows that a product of so many features would take."""
+    weights = [torch.ones(features, x.shape[1])]
+    product = partial(matmul.PLAIN.product, weights=weights, biases=[None], dtype=x.dtype)
+    return split_of(op, group, True).gather(op, "x", x, features, work=("linear", weights, product)).all()
 
 
 def assert_gathered(rows: int, group: dist.ProcessGroup, op: str = "op") -> None:
@@ -196,25 +205,30 @@ def test_products_of_other_widths_decide_nothing_for_one_rank_alone():
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="clocks and memory are stand-ins")
 RUNS = ROUNDS + 1  # and a trial
-DROPPED = f"memory dropped for {KEY}: rank 1: "
+DROPPED = f"{MEMORY} dropped for {KEY}: rank 1: "
 OFF = "its result is off by 1.7e+00 of 1.7e+00"
-BROKEN = {"broken": {"memory": "cannot open"}}
-TWO_BROKEN = {"broken": {"memory": "cannot open", "many": "wrong numbers"}}
+BROKEN = {"broken": {MEMORY: "cannot open"}}
+TWO_BROKEN = {"broken": {MEMORY: "cannot open", MANY: "wrong numbers"}}
 CHOSEN: dict[str, tuple[dict[str, Any], str, int, list[str]]] = {
-    # options; way and source; runs of "one" and of "many"; the beginnings of what one rank says
-    "the slowest rank decides": ({}, "memory timed", RUNS, []),  # "many" takes 5 ms here, 20 there
-    "cannot open": (BROKEN, "one timed", RUNS, [DROPPED + "MemoryError: planted"]),
-    "raises": ({"broken": {"memory": "raises"}}, "one timed", RUNS, [DROPPED + "RuntimeError: planted in a"]),
-    "wrong numbers": ({"broken": {"memory": "wrong numbers"}}, "one timed", RUNS, [DROPPED + OFF]),
-    "no other way works": (TWO_BROKEN, "one only one", 1, ["", ""]),
-    "no memory for scratch": ({"broken": {"one": "cannot open"}}, "one not timed", 0, ["one dropped"]),
-    "one may not time": ({"why_not": ("", "TPKERNELS_TUNE=0")}, "one not timed", 0, []),
-    "other defaults": ({"default": ("many", "one"), "why_not": ("no", "")}, "many not timed", 0, []),
-    "one cache": ({"cached": ("many", "many")}, "many cached", 0, []),
-    "other caches": ({"cached": ("many", "one")}, "memory timed", RUNS, []),
-    "one rank has no cache": ({"cached": ("many", "")}, "memory timed", RUNS, []),
-    "a cached way is gone": ({"cached": ("pigeons", "pigeons")}, "memory timed", RUNS, []),
-    "a cached way no longer opens": ({**BROKEN, "cached": ("memory",) * 2}, "one not timed", 0, [""]),
+    # options; way and source; runs of ONE and of MANY; the beginnings of what one rank says
+    "the slowest rank decides": ({}, MEMORY + " timed", RUNS, []),  # MANY takes 5 ms here, 20 there
+    "cannot open": (BROKEN, ONE + " timed", RUNS, [DROPPED + "MemoryError: planted"]),
+    "raises": (
+        {"broken": {MEMORY: "raises"}},
+        ONE + " timed",
+        RUNS,
+        [DROPPED + "RuntimeError: planted in a"],
+    ),
+    "wrong numbers": ({"broken": {MEMORY: "wrong numbers"}}, ONE + " timed", RUNS, [DROPPED + OFF]),
+    "no other way works": (TWO_BROKEN, ONE + " only one", 1, ["", ""]),
+    "no memory for scratch": ({"broken": {ONE: "cannot open"}}, ONE + " not timed", 0, [ONE + " dropped"]),
+    "one may not time": ({"why_not": ("", "TPKERNELS_TUNE=0")}, ONE + " not timed", 0, []),
+    "other defaults": ({"default": (MANY, ONE), "why_not": ("no", "")}, MANY + " not timed", 0, []),
+    "one cache": ({"cached": (MANY, MANY)}, MANY + " cached", 0, []),
+    "other caches": ({"cached": (MANY, ONE)}, MEMORY + " timed", RUNS, []),
+    "one rank has no cache": ({"cached": (MANY, "")}, MEMORY + " timed", RUNS, []),
+    "a cached way is gone": ({"cached": ("pigeons", "pigeons")}, MEMORY + " timed", RUNS, []),
+    "a cached way no longer opens": ({**BROKEN, "cached": (MEMORY,) * 2}, ONE + " not timed", 0, [""]),
 }
 
 
@@ -224,14 +238,11 @@ def test_all_ranks_choose_alike(ranks2, tmp_path, options, verdict, runs, told):
     said = [line for *_, lines in found for line in lines]
     assert len(said) == len(told)
     assert all(line.startswith(words) for line, words in zip(said, told, strict=True)), said
-    for name, source, counts, closed, _ in found:
+    for name, source, counts, is_open, _ in found:
         assert f"{name} {source}" == verdict
-        assert counts["one"] == counts["many"] == runs
-        assert counts["memory"] == RUNS if name == "memory" else counts["memory"] <= 1
-        if source == "timed":
-            assert sorted(closed) == sorted({"one", "many", "memory"} - {name})
-        if "memory" in options.get("broken", {}):
-            assert "memory" in closed
+        assert counts[ONE] == counts[MANY] == runs
+        assert counts[MEMORY] == RUNS if name == MEMORY else counts[MEMORY] <= 1
+        assert is_open == (name == MEMORY)
     assert bool(list(tmp_path.rglob("*.json"))) == (
         (source == "timed" and "broken" not in options) or "cached" in options
     )
@@ -254,7 +265,7 @@ def test_what_is_chosen_after_a_way_has_failed_stays_out_of_the_file():
 def test_a_choice_is_kept_for_the_next_process(ranks2, tmp_path):
     ranks2.run(chosen, tmp_path, {})
     for name, source, counts, _, _ in ranks2.run(chosen, tmp_path, {}):
-        assert (name, source, set(counts.values())) == ("memory", "cached", {0})
+        assert (name, source, set(counts.values())) == (MEMORY, "cached", {0})
 
 
 HIDING = {  # what a block moves: features of the product that is computed chunk by chunk; 0: none is
@@ -272,7 +283,7 @@ HIDING = {  # what a block moves: features of the product that is computed chunk
         ("", 1.0, ": symmetric (timed: symmetric 1 ms, ", 0, 2),
         ("", 5.0, ": 2 collectives (timed: ", 0, 0),
         ("no symmetric memory", 1.0, ": 2 collectives (timed: ", 0, 0),
-        ("capture", 1.0, "(not timed now: a graph is captured)", 5, 0),
+        ("capture", 1.0, "(not timed now: a CUDA graph is being captured)", 5, 0),
         ("TUNE=0", 1.0, "(not timed: rank 0: TPKERNELS_TUNE=0)", 0, 0),
     ],
 )
@@ -293,7 +304,7 @@ def test_ops_take_what_was_fastest_and_time_it_once(how, symmetric, told, of_sec
     opener = Mock(wraps=no_symmetric_memory if no_memory else open_stand_in)
     times_of = MEMORY_FIRST | {"symmetric": symmetric}
     obstacles = {
-        "capture": patch.object(ways, "obstacle", lambda device: "a graph is captured"),
+        "capture": patch.object(chooser, "capturing", lambda device: True),
         "TUNE=0": patch.dict(os.environ, {"TPKERNELS_TUNE": "0"}),
     }
     with as_on_gpus(times_of, Cache(None, VERSIONS), opener) as said, obstacles.get(how, nullcontext()):
@@ -321,7 +332,7 @@ def test_rows_in_fp8_are_timed_with_the_product_that_takes_them(symmetric):
     with using("c10d"):
         expected = run(group=dist.new_group())
     times_of = MEMORY_FIRST | {"symmetric": symmetric}
-    comparing = patch.object(ways, "_mismatch", wraps=_mismatch)
+    comparing = patch.object(ways, "mismatch", wraps=mismatch)
     with as_on_gpus(times_of, Cache(None, VERSIONS)) as said, comparing as compared:
         found = run(group=group)
     assert furthest(found, expected) < 1e-6
@@ -332,7 +343,29 @@ def test_rows_in_fp8_are_timed_with_the_product_that_takes_them(symmetric):
     ]
     chosen = "symmetric" if symmetric == 1.0 else "2 collectives"
     assert all(f": {chosen} (timed: " in line for line in of_words[:2]), of_words
-    assert all(call.args[1].std() > 0.1 for call in compared.call_args_list[:2])
+    assert all(call.args[1][0].std() > 0.1 for call in compared.call_args_list[:2])
+
+
+@on_ranks(2)
+def test_a_trial_computes_what_its_call_computes():
+    """Also backward, whose products are of the columns of a weight."""
+    prepare(Setting())
+    group, options = dist.new_group(), {"sequence_parallel": True}
+    x, weight = torch.randn(ROWS, 8, requires_grad=True), torch.randn(FEATURES, 8)
+    up, gate, down = (torch.randn(*shape) for shape in ((24, 8), (24, 8), (FEATURES, 24)))
+    with (
+        as_on_gpus(MEMORY_FIRST, Cache(None, VERSIONS)) as said,
+        patch.object(ways, "mismatch", wraps=mismatch) as compared,
+        patch.object(dglu, "dglu", wraps=dglu.dglu) as launched,
+    ):
+        y = row_linear(x, weight, None, group, **options)
+        (dx,) = torch.autograd.grad(y, x, torch.randn_like(y))
+        *_, (trial, _) = (call.args for call in compared.call_args_list)  # of the gather, the last
+        y = parallel_mlp(x, up, None, down, None, group, w_gate_shard=gate, **options)
+        torch.autograd.grad(y, x, torch.randn_like(y))
+    assert said[1].startswith("row_linear backward gathers")
+    assert furthest(trial, [dx]) < 1e-6
+    assert waited(launched) == 4, "rehearsed, tried, timed, and called"
 
 
 @on_ranks(2)
@@ -497,24 +530,44 @@ def test_ways_open_memory_once_where_there_is_none():
 def test_a_rank_without_memory_for_a_trial_says_so_before_others_wait():
     """And what another shape may do is left open."""
     prepare(Setting())
-    group, rank, reserved = dist.new_group(), dist.get_rank(), []
-    really, new_empty = ways._Ways._reserve, Tensor.new_empty
+    group, rank, alone = dist.new_group(), dist.get_rank(), list[bool]()
+    really = matmul.Plain.product
 
-    def reserve(self: Any) -> None:
-        if rank and self._moved.rows == 16:
+    def product(self: matmul.Plain, rows: Gather, *args: Any, **options: Any) -> list[Tensor]:
+        alone.append(rows._end is None)
+        if rank and rows.full.shape[0] == 16:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        with patch.object(Tensor, "new_empty", lambda t, *s: reserved.append(s) or new_empty(t, *s)):
-            really(self)
+        return really(self, rows, *args, **options)
 
     with (
         as_on_gpus(MEMORY_FIRST, Cache(None, VERSIONS)) as said,
-        patch.object(ways._Ways, "_reserve", reserve),
+        patch.object(matmul.Plain, "product", product),
     ):
         for rows in (8, 16):
             assert_gathered(rows, group)
+    assert alone[:3] == [True, True, False], "products of 16 rows, and of 32, before one that waits for rows"
     assert not rank or "not timed: rank 1: OutOfMemoryError: CUDA out of memory" in said[0]
     assert taken_by(group) == ["Collectives", "Mailboxes"]
-    assert reserved[-3:] == [(32, 16), (32, 16), (32, 32)], "all rows, what they came in, and their product"
+
+
+@pytest.mark.parametrize(
+    ("purpose", "width", "in_memory", "names"),
+    [
+        ("gathers", 8, False, ["1 collective", "2 collectives"]),
+        ("gathers", 0, False, ["1 collective"]),
+        ("gathers", 0, True, ["1 collective", "symmetric"]),
+        ("reduces", 0, True, ["1 collective", "symmetric", "symmetric in 1 round"]),
+        (
+            *("gathers", 8, True),
+            ["1 collective", "2 collectives", "symmetric", "symmetric in 1 round", "symmetric in 2 rounds"],
+        ),
+    ],
+)
+def test_ways_that_are_possible_follow_from_sizes(purpose, width, in_memory, names):
+    """Rounds are those that divide two ranks, and more than one only where a product follows."""
+    moved = ways.Moved("op", purpose, 16, 24, torch.float32, torch.device("cuda"), width)
+    found = ways.possible_ways(moved, 2, Way(1), (), in_memory=in_memory)
+    assert sorted(way.name for way in found) == names
 
 
 def test_a_way_timed_with_tf32_is_kept_apart():
@@ -534,9 +587,9 @@ def test_a_way_timed_with_tf32_is_kept_apart():
 def test_numbers_that_overflow_decide_nothing():
     """In the first steps of fp16 the caller's own numbers do; what is left tells right from wrong."""
     expected = torch.tensor([1.0, float("inf"), float("nan"), 2.0])
-    assert not _mismatch(torch.tensor([1.0, float("nan"), 3.0, 2.0]), expected)
-    assert "off by" in _mismatch(torch.tensor([1.0, float("inf"), float("nan"), 3.0]), expected)
-    assert "off by" in _mismatch(torch.tensor([1.0, 0.0, 0.0, float("nan")]), expected)
+    assert not mismatch(torch.tensor([1.0, float("nan"), 3.0, 2.0]), expected)
+    assert "off by" in mismatch(torch.tensor([1.0, float("inf"), float("nan"), 3.0]), expected)
+    assert "off by" in mismatch(torch.tensor([1.0, 0.0, 0.0, float("nan")]), expected)
 
 
 def test_a_stream_is_held_as_long_as_a_way_was_launched_before():

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,7 +29,10 @@ from tpkernels.dispatch.products import sums_dtype
 from tpkernels.kernels.activations import Activation, Glu, act_grad_ref, act_into
 from tpkernels.ops.inputs import as_dtype
 from tpkernels.ops.main_grad import Into, weight_gradient
-from tpkernels.ops.tensor_parallel.flag_waits import has_waited, how_to_wait, timed_tile
+from tpkernels.ops.tensor_parallel.flag_waits import has_waited, how_to_wait
+
+if TYPE_CHECKING:
+    from tpkernels.kernels.tiles import Kernel
 
 Pair = tuple[Tensor, Tensor]  # activations (tokens, depth), and a weight (cols, depth) or (depth, cols)
 Waiting = Mapping[str, Any]  # how a kernel is told to wait for its rows; empty: they are there
@@ -91,10 +94,8 @@ class Plain:
         dtype: of the results
         also: is called with each chunk of rows
         """
-        if (
-            rows.is_whole and self.is_plain and also is None and rows.delivery is None
-        ):  # tiny products take half the time so
-            x = rows.all()
+        if rows.is_whole and self.is_plain and also is None and rows.delivery is None:
+            x = rows.all()  # tiny products take half the time so
             if not transposed:
                 return [primitives.dgrad(x, weight) for weight in weights]
             ys, zs = [], []
@@ -109,13 +110,12 @@ class Plain:
             if also is not None:
                 also(here, chunk, [], wait)
             for i, (weight, bias) in enumerate(zip(prepared, biases, strict=True)):
-                told = wait and {**wait, "tile": self._tile(rows, weight, transposed)}
                 self._product_into(
-                    out[i :: len(prepared)], chunk, weight, bias, transposed, activation, keep_z, told
+                    out[i :: len(prepared)], chunk, weight, bias, transposed, activation, keep_z, wait
                 )
 
         widths = [weight.shape[0 if transposed else 1] for weight in weights] * (2 if keep_z else 1)
-        return self.each(rows, widths, multiply, dtype, waits=True)
+        return self.each(rows, widths, multiply, dtype, "linear" if transposed else "dgrad", weights)
 
     def each(
         self,
@@ -123,18 +123,19 @@ class Plain:
         widths: Sequence[int],
         compute: Compute,
         dtype: torch.dtype,
-        *,
-        waits: bool = False,
+        kernel: Kernel = "linear",
+        weights: Sequence[Tensor] = (),
     ) -> list[Tensor]:
         """Return (tokens, width) of each width; `compute` writes the rows of each chunk as it arrives.
 
-        waits: where a kernel can wait for rows, all are given at once, and how to wait for them
+        kernel: where it can wait for rows, it is given all at once, and how to wait for them
+        weights: by which it multiplies
         """
         full = rows.full
         tokens = full.shape[0]
         results = [torch.empty((tokens, width), dtype=dtype, device=full.device) for width in widths]
-        if waits and (delivery := rows.delivery) is not None:  # kernels do, for all rows
-            compute(slice(0, tokens), full, results, how_to_wait(delivery))
+        if (delivery := rows.delivery) is not None:  # kernels wait, for all rows
+            compute(slice(0, tokens), full, results, how_to_wait(delivery, kernel, full, weights))
             has_waited(delivery, any(width > 0 for width in widths))
             rows.read()
             return results
@@ -148,14 +149,11 @@ class Plain:
         pairs: a packed
         """
         first, weight = pairs[0]
-        if transposed:
-            assert len(pairs) == 1, "only gradients add up products"
-            cols, linear, compute = weight.shape[0], pairs, partial(_product_of, first, weight)
-        else:
-            cols, linear = weight.shape[1], [(a, w.t()) for a, w in pairs]
-            compute = partial(_gradient_of, pairs)
-        alone = partial(_alone, pairs, transposed)
-        return Terms(first.shape[0], cols, first, compute, width=cols, pairs=linear, alone=alone)
+        rows, cols = first.shape[0], weight.shape[0 if transposed else 1]
+        compute = partial(_terms_of, pairs, transposed)
+        alone = partial(compute, slice(0, rows))  # the product adds the bias
+        linear = pairs if transposed else [(a, w.t()) for a, w in pairs]
+        return Terms(rows, cols, first, compute, width=cols, pairs=linear, alone=alone)
 
     def wgrad(self, dy: Tensor, x: Tensor, into: Into, *, split: Direction) -> Tensor | None:
         """Compute dyᵀ x; None if it was added to a main_grad. split: the factor that ranks have shards of"""
@@ -192,7 +190,7 @@ class Plain:
             out = columns([h_u_g[0], *reversed(h_u_g[1:])])
             self._compute(primitives.glu, out, chunk, gate, up, unit, keep, wait=wait)
 
-        h, *zs = self.each(rows, [ups[0].shape[0]] * (3 if keep else 1), compute, dtype)
+        h, *zs = self.each(rows, [ups[0].shape[0]] * (3 if keep else 1), compute, dtype, "glu", ups)
         return h, zs
 
     def unit_gradients(
@@ -225,7 +223,8 @@ class Plain:
             self._compute(primitives.dgrad_act, dz_and_db, dy, down, *columns(saved), unit, sums, wait=wait)
             self._act_into(h, saved[0], unit)  # type: ignore[arg-type]
 
-        h, *dzs = self.each(rows, [width] * (1 + len(zs)), compute, dtype)
+        kernel: Kernel = "dglu" if len(zs) == 2 else "dgrad"
+        h, *dzs = self.each(rows, [width] * (1 + len(zs)), compute, dtype, kernel, [w_down])
         if not needs[2]:
             return h, dzs, None
         db = as_dtype(sum(dbs[1:], dbs[0]), h.dtype) if dbs else self.bias_grad(dzs[0], split=True)
@@ -253,15 +252,12 @@ class Plain:
         wait: Waiting,
     ) -> None:
         """Write act(x wᵀ + bias) into out[0], and if keep_z, its argument into out[1] where it differs."""
+        split = Along(weight, 0 if transposed else 1)
         if transposed:
-            into(primitives.linear, out, x, weight, bias, activation, keep_z, wait=wait)
+            operands = split, Along(bias, 0), activation, keep_z
+            self._compute(primitives.linear, columns(out), x, *operands, wait=wait)
         else:
-            into(primitives.dgrad, out, x, weight, wait=wait)
-
-    def _tile(self, rows: Gather, weight: Any, transposed: bool) -> Any:
-        """Return the tile of the kernel that waits for rows, if ranks have timed it."""
-        assert rows.delivery is not None, "kernels wait for rows in memory"
-        return timed_tile(rows.delivery, [(rows.full, weight if transposed else weight.t())])
+            self._compute(primitives.dgrad, columns(out), x, split, wait=wait)
 
     def _compute(
         self,
@@ -288,19 +284,13 @@ def into(primitive: Callable[..., Any], out: Sequence[Tensor], *args: Any, wait:
         primitives.into(primitive, out, *args)
 
 
-def _product_of(a: Tensor, weight: Tensor, rows: slice) -> Tensor:
-    some = a if rows.stop - rows.start == a.shape[0] else a[rows]
-    return primitives.linear(some, weight, None, "none", False)[0]
-
-
-def _gradient_of(pairs: Sequence[Pair], rows: slice) -> Tensor:
-    return gradient_sum([(rows_of(a, rows), w) for a, w in pairs])
-
-
-def _alone(pairs: Sequence[Pair], transposed: bool, bias: Tensor | None) -> Tensor:
-    if transposed:  # the product adds the bias
-        return primitives.linear(*pairs[0], bias, "none", False)[0]
-    return gradient_sum(pairs)
+def _terms_of(pairs: Sequence[Pair], transposed: bool, rows: slice, bias: Tensor | None = None) -> Tensor:
+    """Compute some rows of a wᵀ + bias; or of Σ a w unless transposed."""
+    if not transposed:
+        return gradient_sum([(rows_of(a, rows), w) for a, w in pairs])
+    ((a, weight),) = pairs  # only gradients add up products
+    some = a if rows.stop - rows.start == a.shape[0] else a[rows]  # without a frame
+    return primitives.linear(some, weight, bias, "none", False)[0]
 
 
 def gradient_sum(pairs: Sequence[Pair]) -> Tensor:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
+from bench.streams import models
 from bench.streams.cases import gathers_in_flight, program_of, two_streams
 from bench.streams.device import Program
 from bench.streams.record import Machine
@@ -21,6 +22,9 @@ from tpkernels.comm.transports.c10d import Collectives, Launches
 from tpkernels.comm.transports.in_memory import Mailboxes
 from tpkernels.comm.transports.order import CallOrder
 from tpkernels.comm.transports.symmetric import SymmetricDelivery, SymmetricExchange
+from tpkernels.ops.matmul import Plain
+from tpkernels.ops.quantized.products import Quantized
+from tpkernels.ops.tensor_parallel import flag_waits
 from tpkernels.ops.tensor_parallel.flag_waits import FlagKernels
 
 Recorded = tuple[Program, list[list[Tensor]]]
@@ -55,6 +59,8 @@ def _program(name: str, transport: str = "symmetric", **options: Any) -> Callabl
 _IN_TWO: dict[str, Any] = {"transport": "symmetric-rounds", "rounds": 2}
 _column = partial(_program, "column, sequence-parallel")
 _row = partial(_program, "row, sequence-parallel")
+_gated = partial(_program, "gated mlp")
+_MLP = "mlp, sequence-parallel"
 
 
 _in_flight = partial(gathers_in_flight, Machine(2))
@@ -166,6 +172,43 @@ FAULTS = {
         "self._summed(delivery, slots, None, slice(0, delivery.plan.rows), tree=False)\n"
         "    return delivery.memory\n    self._summed(",
     ),
+    # kernels that wait for rows
+    **{
+        f"{kernel} does not wait for its rows": _lost(owner, name, wait, _program(program), not_told)
+        for kernel, owner, name, wait, program, not_told in (
+            ("glu", Plain, "unit", "wait=wait", "gated mlp", "wait={}"),
+            ("dglu", Plain, "unit_gradients", "g, u, unit, wait=wait", "gated mlp", "g, u, unit, wait={}"),
+            ("dgrad_act", Plain, "unit_gradients", "sums, wait=wait", _MLP, "sums, wait={}"),
+            ("scaled_linear", Quantized, "_product_into", "wait=wait", "column in fp8", "wait={}"),
+        )
+    },
+    "kernels wait for flags of the other slot": _lost(
+        flag_waits, "_arrivals", "delivery.flags", _gated(), "exchange.flags[1 - delivery.slot]"
+    ),
+    "kernels multiply rows of the other slot": _lost(
+        Plain,
+        "each",
+        "compute(slice(0, tokens), full,",
+        _gated(),
+        "compute(slice(0, tokens), delivery.exchange.memories[1 - delivery.slot],",
+    ),
+    "a tile waits for the rows of another tile": _lost(
+        models,
+        "_as_rows_arrive",
+        "range(t // chunk_rows, (rows.stop - 1) // chunk_rows + 1)",
+        _gated(),
+        "range(*[index // col_tiles * block_rows // chunk_rows + end for end in (0, 1)])",
+    ),
+    "a tile waits for the first of its chunks": _lost(
+        models, "_as_rows_arrive", "(rows.stop - 1) // chunk_rows + 1", _gated(), "t // chunk_rows + 1"
+    ),
+    "a call is released before its rows are read": _lost(
+        Mailboxes,
+        "gather",
+        "delivery.keep(shard)",
+        partial(gathers_in_flight, Machine(2), multiplied=True),
+        "delivery.keep(shard), delivery.release()",
+    ),
     # processors
     "a kernel waits for rows behind a barrier without a processor": _lost(
         _D, "before_kernels_wait", "current.wait_event(self._barrier)", _in_flight
@@ -197,7 +240,7 @@ FAULTS = {
         Launches,
         "_occupy",
         "self._occupies = True",
-        _program("mlp, sequence-parallel", transport="c10d"),
+        _program(_MLP, transport="c10d"),
         "IN_FLIGHT.end(self._call.group)",
     ),
     # captures

@@ -28,7 +28,9 @@ IN_SHORT = {  # what `make test` runs; each transport and mode is there
     "gather of features/c10d, 1 rounds/captured/2 ranks",
     "gated mlp/symmetric/captured/2 ranks",
     "vocabulary/symmetric/eager/2 ranks",
+    "row in fp8/symmetric/captured/2 ranks",
     "gathers in flight/symmetric/eager/2 ranks",
+    "products in flight/symmetric/eager/2 ranks",
     "two streams/symmetric/eager/2 ranks",
     "two streams/c10d, 1 rounds/eager/2 ranks",
 }

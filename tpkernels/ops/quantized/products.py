@@ -90,9 +90,6 @@ class Quantized(Plain):
         fast = self._recipe.is_fast(forward=transposed)
         into(primitives.scaled_linear, out, *operands, word_of(out[0].dtype), fast, wait=wait)
 
-    def _tile(self, rows: Gather, weight: Scaled, transposed: bool) -> None:
-        """Tiles of words are not timed."""
-
     def terms(self, pairs: Sequence[Pair], transposed: bool, dtype: torch.dtype) -> Terms:
         fast = self._recipe.is_fast(forward=transposed)
         of: Direction = "x" if transposed else "dy"

@@ -23,6 +23,7 @@ there is an activation. How products are computed: `ops.matmul`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import overload
 
 import torch
@@ -49,7 +50,6 @@ from tpkernels.ops.main_grad import (
     add_if_traced,
     asked_for,
     check_main_grad,
-    empty_weight_gradient,
     flags_if_traced,
 )
 from tpkernels.ops.matmul import Plain
@@ -269,27 +269,13 @@ def _forward(
     width = weights[0].shape[0]
     for weight in weights:
         width = min(width, weight.shape[0])
-    work = matmul, weights[0].shape[1]
+    multiply = partial(
+        matmul.product, weights=weights, biases=biases, activation=activation, keep_z=keep_z, dtype=dtype
+    )
+    work = "linear", weights, multiply
     gathering = tp.gather("column_linear", "x", rows, width, matmul.how_x, work, keeps=keep_all)
-    results = matmul.product(gathering, weights, biases, activation, keep_z, dtype=dtype)
+    results = multiply(gathering)
     return [*results, gathering.all()] if keep_all else results
-
-
-def _shapes(
-    rows: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    activation: Activation,
-    keep_z: bool,
-    keep_all: bool,
-    dtype: torch.dtype,
-    tp: TensorParallel,
-    matmul: Plain,
-) -> list[Tensor]:
-    tokens = rows.shape[0] * tp.token_shards
-    widths = [weight.shape[0] for weight in weights] * (2 if keep_z else 1)
-    shapes = [rows.new_empty(tokens, width, dtype=dtype) for width in widths]
-    return [*shapes, rows.new_empty(tokens, rows.shape[1])] if keep_all else shapes
 
 
 column_forward = SplitOperator(
@@ -297,7 +283,6 @@ column_forward = SplitOperator(
     "Tensor rows, Tensor[] weights, Tensor?[] biases, str activation, bool keep_z, bool keep_all, "
     "ScalarType dtype",
     _forward,
-    _shapes,
 )
 
 
@@ -352,32 +337,9 @@ def _gradients(
     return [dx, *grads]
 
 
-def _gradient_shapes(
-    dys: Sequence[Tensor],
-    x: Tensor | None,
-    weights: Sequence[Tensor | None],
-    zs: Sequence[Tensor],
-    needs: Sequence[bool],
-    main_grads: Sequence[Into],
-    features: int,
-    activation: Activation,
-    keep_all: bool,
-    tp: TensorParallel,
-    matmul: Plain,
-) -> list[Tensor | None]:
-    dy, like = dys[0], dys[0].new_empty(0, features)
-    empty = [
-        dy.new_empty(dy.shape[0] // tp.token_shards, features),
-        *(empty_weight_gradient(dy, like, into) for dy, into in zip(dys, main_grads, strict=True)),
-        *(dy.new_empty(dy.shape[1]) for dy in dys),
-    ]
-    return [gradient if need else None for gradient, need in zip(empty, needs, strict=True)]
-
-
 column_gradients = SplitOperator(
     "column_linear_backward",
     "Tensor[] dys, Tensor? x, Tensor?[] weights, Tensor[] zs, bool[] needs, bool[] main_grads, "
     "SymInt features, str activation, bool keep_all",
     _gradients,
-    _gradient_shapes,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,16 +13,20 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from tpkernels.comm.transports.mailbox import MailboxDelivery
-from tpkernels.comm.transports.rows import Terms
+from tpkernels.comm.transports.rows import Gather, Terms
 from tpkernels.dispatch import backends, primitives
 from tpkernels.kernels import invariance
 from tpkernels.kernels.operands import DTYPES, MatrixLayout, choose_form, lies_depth_first
 
 if TYPE_CHECKING:
     from tpkernels.kernels.matmul_tile import MatmulTile
+    from tpkernels.kernels.tiles import Kernel
     from tpkernels.kernels.waits import Arrivals
 
 Pair = tuple[Tensor, Tensor]  # (rows, depth), and a weight (cols, depth)
+# of gathered rows: who waits for them, with which weights, and the computation
+Work = tuple["Kernel", Sequence[Any], Callable[[Gather], object]]
+NO_TILE = "", None  # kernel and tile, where ranks timed none for an operator
 
 
 @cache
@@ -104,6 +108,7 @@ class FlagKernels:
 
     def push(self, delivery: MailboxDelivery, terms: Terms) -> None:
         exchange = delivery.exchange
+        _, tile = exchange.tiles.get(delivery.op, NO_TILE)
         _home("scatter_linear").scatter_linear(
             tuple(terms.pairs),
             departures=_home("waits").Departures(*delivery.departures()),
@@ -111,17 +116,24 @@ class FlagKernels:
             rank=exchange.rank,
             splits=exchange.splits,
             margin=exchange.margin,
-            tile=timed_tile(delivery, terms.pairs),
+            tile=tile if _aligned_layouts(terms.pairs) else None,
         )
 
 
 FLAG_KERNELS = FlagKernels()
 
 
-def how_to_wait(delivery: MailboxDelivery) -> dict[str, Any]:
-    """Return how a product is told to wait for all rows of a delivery, each tile for its own."""
+def how_to_wait(
+    delivery: MailboxDelivery, kernel: Kernel, rows: Tensor, weights: Sequence[Tensor]
+) -> dict[str, Any]:
+    """Return how a product of weights is told to wait for all rows of a delivery, each tile for its own.
+
+    With the tile of the kernel, if ranks timed it for this operator, and it serves the operands.
+    """
     exchange = delivery.exchange
+    timed, tile = exchange.tiles.get(delivery.op, NO_TILE)
     return {
+        "tile": tile if timed == kernel and _aligned_layouts(pairs_of(kernel, rows, weights)) else None,
         "arrivals": _arrivals(delivery),
         "first_row": delivery.plan.own.start,
         "margin": exchange.margin,
@@ -136,7 +148,9 @@ def has_waited(delivery: MailboxDelivery, computes: bool) -> None:
         raise _late(delivery, word)
 
 
-def tiles_to_try(pairs: Sequence[Pair], chunk_rows: int, *, waits: bool) -> tuple[MatmulTile, ...]:
+def tiles_to_try(
+    kernel: Kernel, pairs: Sequence[Pair], chunk_rows: int, *, waits: bool
+) -> tuple[MatmulTile, ...]:
     """List tiles of the kernel that waits for chunks, or stores them, but for the one that it takes untold.
 
     pairs: of a (rows, depth) and weight (cols, depth), the last on the device; none is tried unless all are
@@ -149,7 +163,6 @@ def tiles_to_try(pairs: Sequence[Pair], chunk_rows: int, *, waits: bool) -> tupl
         return ()
     target = _home("target").target_of(weight.device)
     form = choose_form(target, a.dtype, layouts)
-    kernel = "dgrad" if waits and lies_depth_first(weight) else "linear"
     tiles = _home("tiles").chunk_tiles
     _, *others = tiles(kernel, form, a.dtype, target, rows, cols, chunk_rows, waits=waits)
     return tuple(others)
@@ -159,10 +172,9 @@ def _kernels_compute(like: Tensor) -> bool:
     return backends.backend == "triton" or (backends.backend == "auto" and like.is_cuda)
 
 
-def timed_tile(delivery: MailboxDelivery, pairs: Sequence[Pair]) -> MatmulTile | None:
-    """Return the tile that ranks chose for this operator by timing; None for operands of another form."""
-    tile: MatmulTile | None = delivery.exchange.tiles.get(delivery.op)
-    return tile if tile is None or _aligned_layouts(pairs) is not None else None
+def pairs_of(kernel: Kernel, rows: Tensor, weights: Sequence[Tensor]) -> list[Pair]:
+    """Return the products of a kernel that waits for rows, each with a weight (cols, depth)."""
+    return [(rows, weight if kernel in ("linear", "glu") else weight.t()) for weight in weights]
 
 
 def _aligned_layouts(pairs: Sequence[Pair]) -> tuple[MatrixLayout, ...] | None:

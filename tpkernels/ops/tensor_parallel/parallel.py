@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -18,14 +18,17 @@ from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.calls import CALLS_OF, calls_of
 from tpkernels.comm.groups import required_group
 from tpkernels.comm.tensor_parallel import Moved, TensorParallel
-from tpkernels.comm.transports.rows import Transport
+from tpkernels.comm.transports.rows import Gather, Reduced, Terms, Transport
 from tpkernels.comm.transports.select import Exchanges
 from tpkernels.dispatch import log
+from tpkernels.dispatch.chooser import obstacle
 from tpkernels.dispatch.operators import define, in_forward_mode, refuse_forward_mode
 from tpkernels.env import env_flag
+from tpkernels.kernels.activations import Activation
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.inputs import any_autocast, is_observed
-from tpkernels.ops.matmul import PLAIN, Plain
+from tpkernels.ops.main_grad import Into, empty_weight_gradient
+from tpkernels.ops.matmul import PLAIN, Direction, Pair, Plain
 from tpkernels.ops.tensor_parallel.flag_waits import FlagKernels
 
 # TPKERNELS_DEBUG=1: ranks compare what they ask for before each call. Read once: an op should cost little.
@@ -58,11 +61,7 @@ class TimedKernels(FlagKernels):
         return choose(moved, like, group, exchanges, work)
 
     def decides(self, like: Tensor) -> bool:
-        if not times_on(like):
-            return True
-        from tpkernels.ops.tensor_parallel.ways import may_choose
-
-        return may_choose(like.device)
+        return not times_on(like) or obstacle(like.device) is None
 
 
 TIMED_KERNELS = TimedKernels()
@@ -144,30 +143,21 @@ def strategy_of(op: str, tp: TensorParallel, recipe: Recipe | None, x: Tensor) -
     """Return how an op computes; raise if ranks, or x, checked and cast, do not allow it."""
     if recipe is not None:
         from tpkernels.ops.quantize import require_quantizable  # here: only ops in fp8 need it
+
+        segments = tp_invariance.default.segments if tp.group is None else tp.segments
+        require_quantizable(op, recipe, x, segments)
+    return _strategy(tp, recipe) if tp.segments or recipe is not None else PLAIN
+
+
+def _strategy(tp: TensorParallel, recipe: Recipe | None) -> Plain:
+    if recipe is not None:
         from tpkernels.ops.quantized.products import Quantized
 
-        require_quantizable(
-            op, recipe, x, tp_invariance.default.segments if tp.group is None else tp.segments
-        )
         return Quantized(recipe)
     if tp.segments:
         from tpkernels.ops.tensor_parallel.segments import Segmented
 
         return Segmented(tp.segments, tp.own_segments)
-    return PLAIN
-
-
-@lru_cache
-def matmul_of(segments: int, own: int, recipe: str = "") -> Plain:
-    """Return the strategy of segments over all ranks, of which this rank has its own, or fp8 by name."""
-    if segments:
-        from tpkernels.ops.tensor_parallel.segments import Segmented
-
-        return Segmented(segments, own)
-    if recipe:
-        from tpkernels.ops.quantized.products import Quantized
-
-        return Quantized(Recipe.named(recipe))
     return PLAIN
 
 
@@ -217,26 +207,63 @@ def name_of(group: ProcessGroup) -> str:
     return f"{group.group_name} of {group.size()} ranks"
 
 
-def group_named(name: str) -> ProcessGroup | None:
-    """Return the group of a name, of `name_of` or torch's own; None for an empty one."""
-    if not name:
-        return None
-    return required_group(c10d._resolve_process_group(GroupName(name.rpartition(" of ")[0] or name)))
-
-
 def split_named(name: str, sequence_parallel: bool, overlap: bool, segments: int) -> TensorParallel:
     """Return the split that an operator is told of; traced with tensors that hold nothing, as well."""
-    group = group_named(name)
-    if group is None:
+    if not name:
         return alone_in(segments)
+    group = c10d._resolve_process_group(GroupName(name.rpartition(" of ")[0] or name))
     return split_of("a compiled operator", group, sequence_parallel, overlap, segments)
+
+
+class FakeSplit:
+    """Moves nothing: it allocates what would arrive."""
+
+    group = None  # nobody to compare calls with
+
+    def __init__(self, tp: TensorParallel) -> None:
+        self.ranks, self.token_shards = tp.ranks, tp.token_shards
+        self.sequence_parallel, self.overlap = tp.sequence_parallel, tp.overlap
+
+    def gather(self, op: str, name: str, shard: Tensor, *_: object, **options: object) -> Gather:
+        return Gather(shard.new_empty(shard.shape[0] * self.token_shards, shard.shape[1]))
+
+    def reduce(self, op: str, terms: Terms, bias: Tensor | None = None) -> Reduced:
+        return Reduced(terms.like.new_empty(terms.rows // self.token_shards, terms.cols))
+
+
+class FakeMatmul(Plain):
+    """Computes nothing: it allocates the results of any strategy."""
+
+    is_plain = False
+
+    def unpack(self, rows: Tensor, features: int, dtype: torch.dtype, of: Direction = "x") -> Tensor:
+        return rows.new_empty(rows.shape[0], features, dtype=dtype)
+
+    def each(
+        self, rows: Gather, widths: Sequence[int], compute: object, dtype: torch.dtype, *_: object
+    ) -> list[Tensor]:
+        return [rows.full.new_empty(rows.full.shape[0], width, dtype=dtype) for width in widths]
+
+    def terms(self, pairs: Sequence[Pair], transposed: bool, dtype: torch.dtype) -> Terms:
+        terms = super().terms(pairs, transposed, dtype)
+        return replace(terms, like=terms.like.new_empty(0, dtype=dtype))
+
+    def wgrad(self, dy: Tensor, x: Tensor, into: Into, *, split: Direction) -> Tensor:
+        return empty_weight_gradient(dy, x, into)
+
+    def bias_grad(self, dz: Tensor, *, split: bool) -> Tensor:
+        return dz.new_empty(dz.shape[1])
+
+    def act_grad(self, dy: Tensor, z: Tensor, activation: Activation) -> Tensor:
+        return torch.empty_like(dy)
 
 
 class SplitOperator:
     """A function of tensors, a split and a strategy; in compiled code the operator `tpkernels::name`.
 
     run: computes a list of tensors, with None for those that were not asked for; it changes no input
-    fake: of the same arguments, empty tensors like those
+    fake: of the same arguments, empty tensors like those; None: as `run` says with a split and a strategy
+        that are fake
     """
 
     _SPLIT = "str group, bool sequence_parallel, bool overlap, int segments, str recipe"
@@ -246,21 +273,24 @@ class SplitOperator:
         name: str,
         schema: str,
         run: Callable[..., Sequence[Tensor | None]],
-        fake: Callable[..., Sequence[Tensor | None]],
+        fake: Callable[..., Sequence[Tensor | None]] | None = None,
     ) -> None:
         """schema: of the arguments but split and strategy, which come last"""
         self._name, self._run = name, run
 
-        def running(*args: Any) -> Sequence[Tensor | None]:
+        def unnamed(args: tuple[Any, ...]) -> tuple[Any, ...]:
             *given, group, sequence_parallel, overlap, segments, recipe = args
             tp = split_named(group, sequence_parallel, overlap, segments)
+            return *given, tp, _strategy(tp, Recipe.named(recipe) if recipe else None)
+
+        def running(*args: Any) -> Sequence[Tensor | None]:
+            *given, tp, matmul = unnamed(args)
             with tp.call:
-                return run(*given, tp, matmul_of(tp.segments, tp.own_segments, recipe))
+                return run(*given, tp, matmul)
 
         def faking(*args: Any) -> Sequence[Tensor | None]:
-            *given, group, sequence_parallel, overlap, segments, recipe = args
-            tp = split_named(group, sequence_parallel, overlap, segments)
-            return fake(*given, tp, matmul_of(tp.segments, tp.own_segments, recipe))
+            *given, tp, matmul = unnamed(args)
+            return run(*given, FakeSplit(tp), FakeMatmul()) if fake is None else fake(*given, tp, matmul)
 
         self._overload = define(name, f"({schema}, {self._SPLIT}) -> Tensor[]", running, faking)
 

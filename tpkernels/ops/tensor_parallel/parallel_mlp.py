@@ -24,6 +24,7 @@ again. How products, and what lies between them, are computed: `ops.matmul`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,7 +51,6 @@ from tpkernels.ops.main_grad import (
     add_if_traced,
     asked_for,
     check_main_grad,
-    empty_weight_gradient,
     flags_if_traced,
 )
 from tpkernels.ops.matmul import Plain
@@ -230,37 +230,20 @@ def _forward(
 ) -> list[Tensor]:
     """Compute y; if keep, return z, or u and g. rows: of x, packed; weights: up, (gate,) down"""
     op, (*ups, w_down) = "parallel_mlp", weights
-    work = matmul, ups[0].shape[1]
+    compute = partial(matmul.unit, ups=ups, b_up=b_up, unit=unit, keep=keep, dtype=dtype)
+    work = "linear" if len(ups) == 1 else "glu", ups, compute
     gathering = tp.gather(op, "x", rows, ups[0].shape[0], matmul.how_x, work, keeps=False)
-    h, zs = matmul.unit(gathering, ups, b_up, unit, keep, dtype)
+    h, zs = compute(gathering)
     terms = matmul.terms([(h, w_down)], True, dtype)
     if b_down is not None and tp.ranks > 1 and b_down.dtype != terms.like.dtype:
         b_down = b_down.to(terms.like.dtype)
     return [tp.reduce(op, terms, b_down).wait(), *zs]
 
 
-def _shapes(
-    rows: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    weights: Sequence[Tensor],
-    unit: Activation | Glu,
-    keep: bool,
-    dtype: torch.dtype,
-    tp: TensorParallel,
-    matmul: Plain,
-) -> list[Tensor]:
-    *ups, w_down = weights
-    tokens = rows.shape[0] * tp.token_shards
-    zs = [rows.new_empty(tokens, weight.shape[0], dtype=dtype) for weight in ups] if keep else []
-    return [rows.new_empty(rows.shape[0], w_down.shape[0], dtype=dtype), *zs]
-
-
 mlp_forward = SplitOperator(
     "parallel_mlp",
     "Tensor rows, Tensor? b_up, Tensor? b_down, Tensor[] weights, str unit, bool keep, ScalarType dtype",
     _forward,
-    _shapes,
 )
 
 
@@ -285,17 +268,17 @@ def _gradients(
     if not any(needs_ups):
         x = None
     rows = matmul.pack(dy, "dy")
-    work = matmul, dy.shape[1]
+    needs_dz = needs_dx or needs_db_up or any(needs_ups)
+    asked = needs_down, needs_dz, needs_db_up
+    compute = partial(matmul.unit_gradients, w_down=w_down, zs=zs, unit=unit, needs=asked, dtype=dtype)
+    work = "dgrad" if len(zs) == 1 else "dglu", [w_down], compute
     gathering_dy = tp.gather(op, "dy", rows, w_down.shape[1], matmul.how_dy, work)
     gathering_x = None
     if x is not None and splits:
         # two calls of one exchange at once would cost barriers of all ranks
         alike = x.shape == rows.shape and x.dtype == rows.dtype
         gathering_x = tp.gather(op, "x", x, how=matmul.how_x, purpose="gathers of x" if alike else "gathers")
-    needs_dz = needs_dx or needs_db_up or any(needs_ups)
-    h, dzs, db_up = matmul.unit_gradients(
-        gathering_dy, w_down, zs, unit, (needs_down, needs_dz, needs_db_up), dtype
-    )
+    h, dzs, db_up = compute(gathering_dy)
     full = gathering_dy.all()  # also if nobody asks for dy: the call ends for all ranks alike
     dx = dw_down = db_down = summing = None
     if needs_down or needs_db_down:
@@ -322,32 +305,9 @@ def _gradients(
     return [dx, db_up, db_down, *dws, dw_down]
 
 
-def _gradient_shapes(
-    dy: Tensor,
-    x: Tensor | None,
-    ups: Sequence[Tensor | None],
-    w_down: Tensor,
-    zs: Sequence[Tensor],
-    needs: Sequence[bool],
-    main_grads: Sequence[Into],
-    features: int,
-    *_: object,
-) -> list[Tensor | None]:
-    like = dy.new_empty(0, features)
-    products = [(z, like) for z in zs] + [(dy, zs[0])]
-    empty = [
-        dy.new_empty(dy.shape[0], features),
-        dy.new_empty(zs[0].shape[1]),
-        dy.new_empty(dy.shape[1]),
-        *(empty_weight_gradient(dz, of, into) for (dz, of), into in zip(products, main_grads, strict=True)),
-    ]
-    return [gradient if need else None for gradient, need in zip(empty, needs, strict=True)]
-
-
 mlp_gradients = SplitOperator(
     "parallel_mlp_backward",
     "Tensor dy, Tensor? x, Tensor?[] ups, Tensor w_down, Tensor[] zs, bool[] needs, bool[] main_grads, "
     "SymInt features, str unit",
     _gradients,
-    _gradient_shapes,
 )

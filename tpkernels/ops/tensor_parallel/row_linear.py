@@ -21,6 +21,7 @@ Saved for backward: x_shard and w_shard, as far as a gradient needs them. How pr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -46,7 +47,6 @@ from tpkernels.ops.main_grad import (
     add_if_traced,
     asked_for,
     check_main_grad,
-    empty_weight_gradient,
     flags_if_traced,
 )
 from tpkernels.ops.matmul import Plain
@@ -167,22 +167,10 @@ def _forward(
     return [tp.reduce("row_linear", terms, bias).wait()]
 
 
-def _shapes(
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    tp: TensorParallel,
-    matmul: Plain,
-) -> list[Tensor]:
-    return [rows.new_empty(rows.shape[0] // tp.token_shards, weight.shape[0], dtype=dtype)]
-
-
 row_forward = SplitOperator(
     "row_linear",
     "Tensor rows, Tensor weight, Tensor? bias, ScalarType dtype",
     _forward,
-    _shapes,
 )
 
 
@@ -202,13 +190,15 @@ def _gradients(
     width = 0 if weight is None else weight.shape[1]
     splits = tp.token_shards > 1
     rows = matmul.pack(dy, "dy") if splits or weight is not None else dy
-    gathering = tp.gather(op, "dy", rows, width, matmul.how_dy, (matmul, features))
+    weights = [] if weight is None else [weight]
+    multiply = partial(matmul.product, weights=weights, biases=[None], dtype=dtype, transposed=False)
+    gathering = tp.gather(op, "dy", rows, width, matmul.how_dy, ("dgrad", weights, multiply))
     dx = dw = db = also = None
     # a GPU takes all rows at once: dgrad hides the transfers
     if x is not None and x.is_cpu and matmul.is_plain and not gathering.is_whole and not gathering.delivery:
         also = _ArrivingWeightGradient(x, into)
     if weight is not None:
-        (dx,) = matmul.product(gathering, [weight], [None], dtype=dtype, transposed=False, also=also)
+        (dx,) = multiply(gathering, also=also)
     elif also is not None:
         matmul.each(gathering, [], also, dtype)
     full = gathering.all()  # also if nobody asks for dy: the call ends for all ranks alike
@@ -223,28 +213,10 @@ def _gradients(
     return [dx, dw, db]
 
 
-def _gradient_shapes(
-    dy: Tensor,
-    x: Tensor | None,
-    weight: Tensor | None,
-    needs: Sequence[bool],
-    main_grads: Sequence[Into],
-    tp: TensorParallel,
-    matmul: Plain,
-) -> list[Tensor | None]:
-    tokens, features = dy.shape[0] * tp.token_shards, dy.shape[1]
-    return [
-        None if weight is None else dy.new_empty(tokens, weight.shape[1]),
-        None if x is None else empty_weight_gradient(dy, x, main_grads[0]),
-        dy.new_empty(features) if needs[2] else None,
-    ]
-
-
 row_gradients = SplitOperator(
     "row_linear_backward",
     "Tensor dy, Tensor? x, Tensor? weight, bool[] needs, bool[] main_grads",
     _gradients,
-    _gradient_shapes,
 )
 
 

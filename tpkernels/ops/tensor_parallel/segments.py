@@ -7,7 +7,7 @@ alike wherever it lies, and take everything at once. See `tp_invariance`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,7 @@ from tpkernels.comm.transports.rows import Gather, Terms
 from tpkernels.dispatch import backends, primitives
 from tpkernels.dispatch.products import sums_dtype
 from tpkernels.dispatch.record import launcher
-from tpkernels.kernels.activations import Activation, act_ref
-from tpkernels.ops.inputs import as_dtype
+from tpkernels.kernels.activations import Activation, act_grad_ref, act_ref
 from tpkernels.ops.main_grad import Into, dtype_of_gradient, weight_gradient
 from tpkernels.ops.matmul import Along, Direction, Pair, Plain, Waiting, columns, rows_of
 from tpkernels.tp_invariance import tree_sum
@@ -69,74 +68,12 @@ def _product(pairs: Sequence[Pair], transposed: bool, segment: int, segments: in
     return total
 
 
-def segment_calls(segments: int, device: torch.device) -> int:
-    """The number of calls, of one segment each, that compute a result; 0: one call computes all."""
-    return segments if segments and torch_computes(device) else 0
-
-
-def map_segments(
-    segments: int, function: Callable[..., Tensor], *tensors: Tensor, dim: int = 1, cut: int = 1
-) -> Tensor:
-    """Compute function(*tensors) by a call for each segment; by one call if segments is 0.
-
-    cut: the dimension of tensors that is cut; dim: that of the result
-    """
-    if not segments:
-        return function(*tensors)
-    parts = [
-        function(*(segment_of(tensor, cut, segment, segments) for tensor in tensors))
-        for segment in range(segments)
-    ]
-    return torch.cat(parts, dim)
-
-
-def segmented_weight_gradient(dy: Tensor, x: Tensor, into: Into, segments: int, *, dim: int) -> Tensor | None:
-    """Compute `weight_gradient` by a product for each segment; by one if segments is 0.
-
-    dim: 0: dy is split over ranks, and with it the rows of the result; 1: x, and its columns
-    """
-    if not segments:
-        return weight_gradient(dy, x, into)
-    whole = canonical(x if dim == 0 else dy)
-    total = into if isinstance(into, Tensor) else None
-    if total is None:
-        total = x.new_zeros(dy.shape[1], x.shape[1], dtype=dtype_of_gradient(x, into))
-    for segment in range(segments):
-        part = segment_of(dy if dim == 0 else x, 1, segment, segments)
-        product = primitives.wgrad(part, whole) if dim == 0 else primitives.wgrad(whole, part)
-        total.narrow(dim, segment * product.shape[dim], product.shape[dim]).add_(product)
-    return None if isinstance(into, Tensor) else total
-
-
 def row_blocks(rows: int, device: torch.device, segments: int) -> list[slice]:
     """Split rows into blocks of one call each, the same for every number of ranks."""
     if not torch_computes(device) or rows % segments or rows // segments < LEAST_ROWS:
         return [slice(0, rows)]
     size = rows // segments
     return [slice(start, start + size) for start in range(0, rows, size)]
-
-
-def in_blocks(
-    arriving: Iterable[tuple[slice, Tensor]], rows: int, segments: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """Regroup rows that arrive in chunks of any size into blocks, each as soon as it is complete."""
-    whole: Tensor | None = None
-    missing: dict[int, int] = {}
-    blocks: list[slice] = []
-    for here, chunk in arriving:
-        if whole is None:
-            blocks = row_blocks(rows, chunk.device, segments)
-            missing = {number: block.stop - block.start for number, block in enumerate(blocks)}
-            whole = chunk if len(chunk) == rows else chunk.new_empty(rows, chunk.shape[1])
-        if whole is not chunk:
-            whole[here] = chunk
-        for number in list(missing):
-            missing[number] -= max(
-                0, min(here.stop, blocks[number].stop) - max(here.start, blocks[number].start)
-            )
-            if not missing[number]:
-                del missing[number]
-                yield blocks[number], canonical(rows_of(whole, blocks[number]))
 
 
 class Segmented(Plain):
@@ -150,39 +87,67 @@ class Segmented(Plain):
 
     def terms(self, pairs: Sequence[Pair], transposed: bool, dtype: torch.dtype) -> Terms:
         """In fp32 or wider: they are rounded after the sum over ranks."""
-        return SegmentSum(pairs, transposed, self.segments, self._of_all).terms(dtype)
+        first, weight = pairs[0]
+        rows, cols = first.shape[0], weight.shape[0 if transposed else 1]
+        like = first.new_empty(0, dtype=sums_dtype(first.dtype))
+        compute: Callable[[slice], Tensor] = partial(_sum_of_rows, pairs, transposed, self.segments)
+        if torch_computes(first.device):
+            blocks = row_blocks(rows, first.device, self._of_all)
+            compute = InBlocks(compute, blocks, like.new_empty(rows, cols))
+        return Terms(rows, cols, like, compute, dtype, width=cols, tree=True)
 
     def wgrad(self, dy: Tensor, x: Tensor, into: Into, *, split: Direction) -> Tensor | None:
-        calls = segment_calls(self.segments, x.device)
-        return segmented_weight_gradient(canonical(dy), canonical(x), into, calls, dim=int(split == "x"))
+        dy, x = canonical(dy), canonical(x)
+        if not torch_computes(x.device):
+            return weight_gradient(dy, x, into)
+        total = into if isinstance(into, Tensor) else None
+        if total is None:
+            total = x.new_zeros(dy.shape[1], x.shape[1], dtype=dtype_of_gradient(x, into))
+        dim = int(split == "x")  # rows of the result are split over ranks as dy is, its columns as x
+        for segment in range(self.segments):
+            part = segment_of(x if dim else dy, 1, segment, self.segments)
+            product = primitives.wgrad(dy, part) if dim else primitives.wgrad(part, x)
+            total.narrow(dim, segment * product.shape[dim], product.shape[dim]).add_(product)
+        return None if isinstance(into, Tensor) else total
 
     def bias_grad(self, dz: Tensor, *, split: bool) -> Tensor:
-        calls = segment_calls(self.segments, dz.device) if split else 0
-        return as_dtype(map_segments(calls, primitives.bias_grad, canonical(dz), dim=0), dz.dtype)
+        if not split or not torch_computes(dz.device):
+            return super().bias_grad(canonical(dz), split=split)
+        db = dz.new_empty(dz.shape[1])
+        self._by_segment(primitives.bias_grad, [Along(db, 0)], Along(canonical(dz), 1))
+        return db
 
     def act_grad(self, dy: Tensor, z: Tensor, activation: Activation) -> Tensor:
-        slope = partial(super().act_grad, activation=activation)
-        return map_segments(segment_calls(self.segments, dy.device), slope, canonical(dy), z)
+        if not torch_computes(dy.device):
+            return super().act_grad(canonical(dy), z, activation)
+        dz = torch.empty_like(dy, memory_format=torch.contiguous_format)
+        self._by_segment(act_grad_ref, columns([dz]), *columns([canonical(dy), z]), activation)
+        return dz
 
-    def _blocks(self, rows: Gather, tokens: int) -> Iterable[tuple[slice, Tensor]]:
-        return in_blocks(rows, tokens, self._of_all)
-
-    def _product_into(
-        self,
-        out: Sequence[Tensor],
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        transposed: bool,
-        activation: Activation,
-        keep_z: bool,
-        wait: Waiting,
-    ) -> None:
-        if transposed:
-            split = Along(weight, 0), Along(bias, 0)
-            self._compute(primitives.linear, columns(out), x, *split, activation, keep_z, wait=wait)
+    def _act_into(self, h: Tensor, z: Tensor, activation: Activation) -> None:
+        if torch_computes(z.device):
+            self._by_segment(act_ref, columns([h]), *columns([z]), activation)
         else:
-            self._compute(primitives.dgrad, columns(out), x, Along(weight, 1), wait=wait)
+            super()._act_into(h, z, activation)
+
+    def _blocks(self, rows: Gather, tokens: int) -> Iterator[tuple[slice, Tensor]]:
+        """Regroup rows that arrive in chunks of any size into blocks, each as soon as it is complete."""
+        whole: Tensor | None = None
+        missing: dict[int, int] = {}
+        blocks: list[slice] = []
+        for here, chunk in rows:
+            if whole is None:
+                blocks = row_blocks(tokens, chunk.device, self._of_all)
+                missing = {number: block.stop - block.start for number, block in enumerate(blocks)}
+                whole = chunk if len(chunk) == tokens else chunk.new_empty(tokens, chunk.shape[1])
+            if whole is not chunk:
+                whole[here] = chunk
+            for number in list(missing):
+                block = blocks[number]
+                missing[number] -= max(0, min(here.stop, block.stop) - max(here.start, block.start))
+                if not missing[number]:
+                    del missing[number]
+                    yield block, canonical(rows_of(whole, block))
 
     def _compute(
         self,
@@ -192,26 +157,21 @@ class Segmented(Plain):
         *args: Along | object,
         wait: Waiting,
     ) -> None:
-        segments = segment_calls(self.segments, x.device)
-        if not segments:
+        if torch_computes(x.device):
+            self._by_segment(primitive, out, canonical(x), *args)
+        else:
             super()._compute(primitive, out, x, *args, wait=wait)
-            return
-        x = canonical(x)
-        for segment in range(segments):
-            results = primitive(x, *(_cut(arg, segment, segments) for arg in args))
+
+    def _by_segment(self, compute: Callable[..., Any], out: Sequence[Along], *args: Along | object) -> None:
+        """Compute each segment of `out`, of this segment of the args that ranks share."""
+        for segment in range(self.segments):
+            results = compute(*(_cut(arg, segment, self.segments) for arg in args))
             results = (results,) if isinstance(results, Tensor) else results
             found = [result for result in results if result is not None]
             for whole, result in zip(out, found, strict=True):
                 assert whole.tensor is not None, "what is written is there"
                 width = result.shape[whole.dim]
                 whole.tensor.narrow(whole.dim, segment * width, width).copy_(result)
-
-    def _act_into(self, h: Tensor, z: Tensor, activation: Activation) -> None:
-        calls = segment_calls(self.segments, z.device)
-        if calls:
-            h.copy_(map_segments(calls, partial(act_ref, activation=activation), z))
-        else:
-            super()._act_into(h, z, activation)
 
 
 def _cut(arg: object, segment: int, segments: int) -> object:
@@ -220,33 +180,20 @@ def _cut(arg: object, segment: int, segments: int) -> object:
     return arg
 
 
-class SegmentSum:
-    """This rank's terms of a sum over ranks, in fp32 or wider, computed by blocks when they are asked for."""
+class InBlocks:
+    """Rows that are computed in blocks, each when the first of its rows is asked for."""
 
-    def __init__(self, pairs: Sequence[Pair], transposed: bool, segments: int, of_all: int) -> None:
-        self._pairs, self._transposed, self._segments = pairs, transposed, segments
-        activations, weight = pairs[0]
-        self.rows, self.cols = activations.shape[0], weight.shape[0 if transposed else 1]
-        self.like = activations.new_empty(0, dtype=sums_dtype(activations.dtype))
-        self._blocks = row_blocks(self.rows, activations.device, of_all)
-        self._any_rows = not torch_computes(activations.device)
-        self._sums: Tensor | None = None
+    def __init__(self, compute: Callable[[slice], Tensor], blocks: list[slice], full: Tensor) -> None:
+        self._compute, self._blocks, self._full = compute, blocks, full
 
     def __call__(self, rows: slice) -> Tensor:
-        if self._any_rows:
-            return self._computed(rows)
-        if self._sums is None:
-            self._sums = self.like.new_empty(self.rows, self.cols)
         needed = [block for block in self._blocks if block.start < rows.stop and rows.start < block.stop]
         for block in needed:
             self._blocks.remove(block)
-            self._sums[block] = self._computed(block)
-        return rows_of(self._sums, rows)
+            self._full[block] = self._compute(block)
+        return rows_of(self._full, rows)
 
-    def terms(self, dtype: torch.dtype) -> Terms:
-        """Return them for a sum that is rounded to `dtype`."""
-        return Terms(self.rows, self.cols, self.like, self, dtype, width=self.cols, tree=True)
 
-    def _computed(self, rows: slice) -> Tensor:
-        pairs = [(rows_of(a, rows), w) for a, w in self._pairs]
-        return segment_sum(pairs, transposed=self._transposed, segments=self._segments)
+def _sum_of_rows(pairs: Sequence[Pair], transposed: bool, segments: int, rows: slice) -> Tensor:
+    some = [(rows_of(a, rows), w) for a, w in pairs]
+    return segment_sum(some, transposed=transposed, segments=segments)
