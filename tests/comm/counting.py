@@ -29,6 +29,7 @@ from tpkernels.dispatch import backends
 from tpkernels.kernels import launch
 from tpkernels.kernels.target import H100, Target
 from tpkernels.ops import column_linear, row_linear
+from tpkernels.ops.tensor_parallel.flag_waits import FlagKernels
 
 PRODUCTS = ("linear_kernel", "fwd_kernel", "grad_kernel")  # ends of names of kernels
 CASES = ("column forward", "column backward", "row forward", "row backward")
@@ -160,6 +161,7 @@ def standing_in_for(target: Target, transport: str, noted: Counter[str]) -> Iter
         patch.object(c10d, "processors_of", lambda device: target.processors),
         patch.object(backends, "backend", "triton"),
         patch.object(select, "requested_transport", transport),
+        patch.object(FlagKernels, "adds", lambda self, like: True),
         patch.object(torch.accelerator, "current_stream", lambda device: computing),
         patch.dict(select.openers, symmetric=open_counted),
         launch.recording(target) as launches,
