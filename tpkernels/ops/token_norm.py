@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over tokens of several ranks; parameters get the full gradient on every rank.
+"""RMSNorm and LayerNorm of tokens: the autograd function of `local.norm`, over the tokens of a group, too.
 
 R ranks, T tokens, K features:
 
@@ -7,6 +7,8 @@ R ranks, T tokens, K features:
 
 The sums of all ranks are gathered, and added in the order of ranks. With TP-invariance tokens are cut into
 segments, whose sums are added in a tree, with a group or without: see `tp_invariance`. They are rounded once.
+
+Saved for backward: x, weight, and mean (of LayerNorm) and rstd of each token.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +24,8 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.comm.tensor_parallel import TensorParallel
 from tpkernels.dispatch import norms
+from tpkernels.dispatch.products import sums_dtype
+from tpkernels.kernels.reference import layer_norm_bwd_ref, layer_norm_ref, rms_norm_bwd_ref, rms_norm_ref
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, apply, as_dtype
@@ -53,7 +57,7 @@ def token_norm(
     with tp.call:
         compare_request(kind, tp, x, [weight])
         segments = _segments(kind, x, tp)
-        y: Tensor = apply(_TokenNorm, kind, rows, weight, bias, eps, segments, tp)
+        y: Tensor = apply(TokenNorm, kind, rows, weight, bias, eps, segments, tp)
     return y
 
 
@@ -76,7 +80,9 @@ def _segments(kind: Norm, x: Tensor, tp: TensorParallel) -> int:
     return 1
 
 
-class _TokenNorm(torch.autograd.Function):
+class TokenNorm(torch.autograd.Function):
+    """segments: 0: of tokens that no other rank has a part in: then it has second derivatives"""
+
     @staticmethod
     def forward(
         ctx: Context,
@@ -93,8 +99,8 @@ class _TokenNorm(torch.autograd.Function):
         else:
             y, *statistics = norms.layer_norm(x, weight, bias, eps)
         ctx.save_for_backward(x, weight, *statistics)
-        ctx.options = kind, segments, tp
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.options = kind, eps, segments, tp
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         return y
 
     @staticmethod
@@ -106,23 +112,46 @@ class _TokenNorm(torch.autograd.Function):
         return spmd_rules.einsum("t_,_,_->t_", spmd_rules.split(x, group, 0), *parameters)
 
     @staticmethod
-    @first_order("a norm with TP-invariance, or over a group", reads_intermediates=True)
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *statistics = ctx.saved_tensors
-        kind, segments, tp = ctx.options
-        _, needs_dx, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
-        over = tp if needs_dweight or needs_dbias else ALONE
-        with tp.call:
-            dx, sums = _gradients(dy, x, weight, statistics, kind, segments, tp=over, matmul=PLAIN)
-        return (
-            None,
-            dx if needs_dx else None,
-            as_dtype(sums[0], weight.dtype) if needs_dweight else None,
-            as_dtype(sums[1], ctx.bias_dtype) if needs_dbias else None,
-            None,
-            None,
-            None,
-        )
+        _, _, segments, _ = ctx.options
+        _, needs_dx, *needs = ctx.needs_input_grad[:4]
+        dx, *sums = (_of_all_tokens if segments else _of_these_tokens)(ctx, dy)
+        of_parameters = [
+            as_dtype(sums[i], dtype) if need else None
+            for i, (need, dtype) in enumerate(zip(needs, ctx.dtypes, strict=True))
+        ]
+        return None, dx if needs_dx else None, *of_parameters, None, None, None
+
+
+def _of_these_tokens(ctx: Context, dy: Tensor) -> Sequence[Tensor]:
+    x, weight, *statistics = ctx.saved_tensors
+    kind, eps, _, _ = ctx.options
+    if not torch.is_grad_enabled():
+        return _GRADIENT_OF[kind](dy, x, weight, *statistics)
+    # what was saved is constant, what is overwritten has no derivative, and torch's fused gradient not all
+    forward, gradient = _REFERENCE_OF[kind]
+    _, *statistics = forward(x, weight, eps=eps)
+    return gradient(dy, x, weight, *statistics)
+
+
+@first_order("a norm with TP-invariance, or over a group", reads_intermediates=True)
+def _of_all_tokens(ctx: Context, dy: Tensor) -> Sequence[Tensor]:
+    x, weight, *statistics = ctx.saved_tensors
+    kind, _, segments, tp = ctx.options
+    over = tp if any(ctx.needs_input_grad[2:4]) else ALONE
+    with tp.call:
+        dx, sums = _gradients(dy, x, weight, statistics, kind, segments, tp=over, matmul=PLAIN)
+    return dx, *sums.unbind()
+
+
+_GRADIENT_OF: dict[Norm, Callable[..., tuple[Tensor, ...]]] = {
+    "rms_norm": norms.rms_norm_grad,
+    "layer_norm": norms.layer_norm_grad,
+}
+_REFERENCE_OF: dict[Norm, tuple[Callable[..., Any], Callable[..., tuple[Tensor, ...]]]] = {
+    "rms_norm": (rms_norm_ref, rms_norm_bwd_ref),
+    "layer_norm": (layer_norm_ref, layer_norm_bwd_ref),
+}
 
 
 def _of_segments(
@@ -139,14 +168,11 @@ def _of_segments(
 
     tp: whose ranks have the other tokens
     """
-    norm_grad: Callable[..., tuple[Tensor, ...]] = (
-        norms.rms_norm_grad if kind == "rms_norm" else norms.layer_norm_grad
-    )
     size = x.shape[0] // segments
     dxs, terms = [], []
     for segment in range(segments):
         tensors = [canonical(t[segment * size : (segment + 1) * size]) for t in (dy, x, *statistics)]
-        dx, *of_parameters = norm_grad(*tensors[:2], weight, *tensors[2:])
+        dx, *of_parameters = _GRADIENT_OF[kind](*tensors[:2], weight, *tensors[2:])
         dxs.append(dx)
         terms.append(torch.stack(of_parameters))
     sums = tree_sum(terms)
@@ -159,8 +185,7 @@ def _of_segments(
 def _of_segments_shape(
     dy: Tensor, x: Tensor, weight: Tensor, statistics: Sequence[Tensor], *_: object
 ) -> list[Tensor]:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return [x.new_empty(x.shape), x.new_empty(len(statistics), x.shape[1], dtype=wide)]
+    return [x.new_empty(x.shape), x.new_empty(len(statistics), x.shape[1], dtype=sums_dtype(x.dtype))]
 
 
 _gradients = SplitOperator(

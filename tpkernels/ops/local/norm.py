@@ -9,8 +9,8 @@ T tokens, K features; sums over the features of a token, in fp32 or wider:
     dx        rstd * (dn - n * Σ (dn * n) / K - Σ dn / K),  dn = dy * weight   the last for LayerNorm only
     dweight   Σ over tokens of dy * n,    dbias = Σ over tokens of dy          in fp32, rounded once
 
-Saved for backward: x, weight, mean and rstd. Parameters may be fp32 where x is narrower; y is in the dtype of
-x, in autocast regions too, where nothing is cast: the sums are wide anyway.
+Parameters may be fp32 where x is narrower; y is in the dtype of x, in autocast regions too, where nothing is
+cast: the sums are wide anyway. The autograd function: `token_norm`.
 """
 
 from __future__ import annotations
@@ -19,24 +19,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.dispatch import norms
-from tpkernels.kernels.reference import (
-    layer_norm_bwd_ref,
-    layer_norm_ref,
-    rms_norm_bwd_ref,
-    rms_norm_ref,
-)
-from tpkernels.ops import spmd_rules
-from tpkernels.ops.inputs import (
-    Context,
-    as_dtype,
-    computed,
-    features_of,
-    in_forward_mode,
-    like_tokens,
-    tokens_of,
-)
-from tpkernels.ops.token_norm import Norm, token_norm
+from tpkernels.ops.inputs import computed, features_of, in_forward_mode, like_tokens, tokens_of
+from tpkernels.ops.tensor_parallel.parallel import ALONE
+from tpkernels.ops.token_norm import Norm, TokenNorm, token_norm
 from tpkernels.tp_invariance import mode
 
 
@@ -79,10 +64,8 @@ def _norm(
     tokens, recorded = tokens_of(x), torch.is_grad_enabled() or in_forward_mode()
     if recorded and (group is not None or mode.segments):
         y = token_norm(kind, x, tokens, weight, bias, eps, group)
-    elif kind == "rms_norm":
-        y = computed(_RmsNorm, tokens, weight, eps)
     else:
-        y = computed(_LayerNorm, tokens, weight, bias, eps)
+        y = computed(TokenNorm, kind, tokens, weight, bias, eps, 0, ALONE)
     return like_tokens(y, x)
 
 
@@ -105,58 +88,4 @@ def _check_parameter(op: str, name: str, parameter: Tensor, x: Tensor, features:
     if parameter.device != x.device:
         raise ValueError(
             f"{op}: expected one device, got x on {x.device} and {name} on {parameter.device}; move one"
-        )
-
-
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, rstd = norms.rms_norm(x, weight, eps)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.eps = eps
-        return y
-
-    @staticmethod
-    def spmd_typecheck(*, x: Tensor, weight: Tensor) -> spmd_rules.Typed:
-        return spmd_rules.einsum("t_,_->t_", x, weight)
-
-    @staticmethod
-    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, rstd = ctx.saved_tensors
-        needs_dx, needs_dw, _ = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # what was saved is constant, and what is overwritten has no derivative
-            _, rstd = rms_norm_ref(x, weight, ctx.eps)
-            dx, dw = rms_norm_bwd_ref(dy, x, weight, rstd)
-        else:
-            dx, dw = norms.rms_norm_grad(dy, x, weight, rstd)
-        return dx if needs_dx else None, as_dtype(dw, weight.dtype) if needs_dw else None, None
-
-
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        y, mean, rstd = norms.layer_norm(x, weight, bias, eps)
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.eps = eps
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return y
-
-    @staticmethod
-    def spmd_typecheck(*, x: Tensor, weight: Tensor, bias: Tensor | None) -> spmd_rules.Typed:
-        return spmd_rules.einsum("t_,_,_->t_", x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, rstd = ctx.saved_tensors
-        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # torch's own fused gradient has no derivative in all it depends on
-            _, mean, rstd = layer_norm_ref(x, weight, None, ctx.eps)
-            dx, dw, db = layer_norm_bwd_ref(dy, x, weight, mean, rstd)
-        else:
-            dx, dw, db = norms.layer_norm_grad(dy, x, weight, mean, rstd)
-        return (
-            dx if needs_dx else None,
-            as_dtype(dw, weight.dtype) if needs_dw else None,
-            as_dtype(db, ctx.bias_dtype) if needs_db else None,
-            None,
         )
