@@ -31,14 +31,13 @@ from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, apply, as_dtype
 from tpkernels.ops.matmul import PLAIN, Plain
 from tpkernels.ops.tensor_parallel.parallel import (
-    ALONE,
     SplitOperator,
+    alone_in,
     compare_request,
-    segments_of,
     split_of,
 )
 from tpkernels.ops.tensor_parallel.segments import canonical
-from tpkernels.tp_invariance import mode, tree_sum
+from tpkernels.tp_invariance import tree_sum
 
 Norm = Literal["rms_norm", "layer_norm"]
 
@@ -51,13 +50,13 @@ def token_norm(
     bias: Tensor | None,
     eps: float,
     group: ProcessGroup | None,
+    segments: int,
 ) -> Tensor:
     """Normalize the rows of x. x: (tokens, ..., features); rows: x as a matrix; the result is like rows"""
-    tp = ALONE if group is None else split_of(kind, group)
+    tp = alone_in(segments) if group is None else split_of(kind, group, segments=segments)
     with tp.call:
         compare_request(kind, tp, x, [weight])
-        segments = _segments(kind, x, tp)
-        y: Tensor = apply(TokenNorm, kind, rows, weight, bias, eps, segments, tp)
+        y: Tensor = apply(TokenNorm, kind, rows, weight, bias, eps, _segments(kind, x, tp), tp)
     return y
 
 
@@ -66,15 +65,15 @@ def _segments(kind: Norm, x: Tensor, tp: TensorParallel) -> int:
 
     Without a group any number of tokens will do.
     """
-    if not mode.segments:
+    if not tp.segments:
         return 1
-    segments = mode.fix(kind) if tp.group is None else segments_of(kind, tp.ranks)
+    segments = tp.own_segments
     tokens = x.shape[0] if x.ndim > 1 else 1
     if tokens % segments == 0:
         return segments
     if tp.group is not None:
         raise ValueError(
-            f"{kind}: expected tokens (dimension 0) that this rank's {segments} of the {mode.segments} "
+            f"{kind}: expected tokens (dimension 0) that this rank's {segments} of the {tp.segments} "
             f"segments of TP-invariance divide, got {tuple(x.shape)}; pad the sequence"
         )
     return 1
@@ -94,10 +93,10 @@ class TokenNorm(torch.autograd.Function):
         segments: int,
         tp: TensorParallel,
     ) -> Tensor:
-        if kind == "rms_norm":
-            y, *statistics = norms.rms_norm(x, weight, eps)
+        if segments:
+            y, *statistics = _normed(x, weight, bias, kind, eps, tp=tp, matmul=PLAIN)
         else:
-            y, *statistics = norms.layer_norm(x, weight, bias, eps)
+            y, *statistics = _rows(x, weight, bias, kind, eps)
         ctx.save_for_backward(x, weight, *statistics)
         ctx.options = kind, eps, segments, tp
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
@@ -138,7 +137,7 @@ def _of_these_tokens(ctx: Context, dy: Tensor) -> Sequence[Tensor]:
 def _of_all_tokens(ctx: Context, dy: Tensor) -> Sequence[Tensor]:
     x, weight, *statistics = ctx.saved_tensors
     kind, _, segments, tp = ctx.options
-    over = tp if any(ctx.needs_input_grad[2:4]) else ALONE
+    over = tp if any(ctx.needs_input_grad[2:4]) else alone_in(tp.segments)
     with tp.call:
         dx, sums = _gradients(dy, x, weight, statistics, kind, segments, tp=over, matmul=PLAIN)
     return dx, *sums.unbind()
@@ -152,6 +151,26 @@ _REFERENCE_OF: dict[Norm, tuple[Callable[..., Any], Callable[..., tuple[Tensor, 
     "rms_norm": (rms_norm_ref, rms_norm_bwd_ref),
     "layer_norm": (layer_norm_ref, layer_norm_bwd_ref),
 }
+
+
+def _rows(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Norm, eps: float, *_: object) -> list[Tensor]:
+    """Compute y, and the statistics of each token."""
+    if kind == "rms_norm":
+        return list(norms.rms_norm(x, weight, eps))
+    return list(norms.layer_norm(x, weight, bias, eps))
+
+
+def _rows_shape(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kind: Norm, eps: float, *_: object
+) -> list[Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    count = 1 if kind == "rms_norm" else 2
+    return [x.new_empty(x.shape), *(x.new_empty(x.shape[0], dtype=wide) for _ in range(count))]
+
+
+_normed = SplitOperator(
+    "token_norm", "Tensor x, Tensor weight, Tensor? bias, str kind, float eps", _rows, _rows_shape
+)
 
 
 def _of_segments(
@@ -178,7 +197,7 @@ def _of_segments(
     sums = tree_sum(terms)
     if tp.group is not None:
         everybody = tp.gather_numbers(kind, "sums over tokens", sums)
-        sums = tree_sum(everybody.unbind()) if mode.segments else reduce(add, everybody.unbind())
+        sums = tree_sum(everybody.unbind()) if tp.segments else reduce(add, everybody.unbind())
     return [dxs[0] if segments == 1 else torch.cat(dxs), sums]
 
 
