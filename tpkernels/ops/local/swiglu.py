@@ -15,8 +15,6 @@ and du as it computes dh.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -90,10 +88,17 @@ class _Glu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, dh: Tensor) -> tuple[Tensor | None, ...]:
         x, w_gate, w_up, g, u = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            g, u = gate_and_up(x, w_gate, w_up)
+        needs_dx, needs_dw_gate, needs_dw_up, *_ = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # those that were saved are constant, and have no second derivatives
+            g, u = functional.linear(x, w_gate), functional.linear(x, w_up)
         dg, du = act_grad_ref(dh * u, g, ctx.gate), dh * act_ref(g, ctx.gate)
-        return *input_and_weight_gradients(ctx.needs_input_grad, x, w_gate, w_up, dg, du), None, None
+        return (
+            primitives.dgrad_pairs(dg, w_gate, du, w_up) if needs_dx else None,
+            primitives.wgrad(dg, x) if needs_dw_gate else None,
+            primitives.wgrad(du, x) if needs_dw_up else None,
+            None,
+            None,
+        )
 
 
 class _Gate(torch.autograd.Function):
@@ -112,19 +117,3 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, dh: Tensor) -> tuple[Tensor | None, ...]:
         return *between_gradients(dh, ctx.saved_tensors, ctx.kind), None
-
-
-def gate_and_up(x: Tensor, w_gate: Tensor, w_up: Tensor) -> tuple[Tensor, Tensor]:
-    """Recompute g and u for second derivatives, which the saved ones, being constant, do not have."""
-    return functional.linear(x, w_gate), functional.linear(x, w_up)
-
-
-def input_and_weight_gradients(
-    needs: Sequence[bool], x: Tensor, w_gate: Tensor, w_up: Tensor, dg: Tensor, du: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute (dx, dw_gate, dw_up) of the two products of x; None for those that `needs` leaves out."""
-    return (
-        primitives.dgrad_pairs(dg, w_gate, du, w_up) if needs[0] else None,
-        primitives.wgrad(dg, x) if needs[1] else None,
-        primitives.wgrad(du, x) if needs[2] else None,
-    )
