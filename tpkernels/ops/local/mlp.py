@@ -1,23 +1,22 @@
-"""Up-projection, activation or gated unit, and down-projection as one differentiable operator.
+"""A unit (an activation of one product, or a gate of two) and an MLP, as differentiable operators.
 
 T tokens, K features in, F features between, N features out:
 
     x    (T, K)      w_up, w_gate  (F, K)      b_up  (F,)      w_down  (N, F)      b_down  (N,)
 
-    forward   z = x w_upᵀ + b_up,  h = act(z),  y = h w_downᵀ + b_down      two kernels
-    backward  dz = (dy w_down) * act'(z),  db_up = dz.sum(0)                one kernel: dh is never written
-              dw_down = dyᵀ act(z),  db_down = dy.sum(0)
+    unit      z = x w_upᵀ + b_up,  h = act(z)                       one kernel
+    dz        dh * act'(z),  db_up = dz.sum(0)
               dx = dz w_up,  dw_up = dzᵀ x
-
-With w_gate instead:
-
-    forward   g = x w_gateᵀ,  u = x w_upᵀ,  h = f(g) * u,  y = h w_downᵀ + b_down       two kernels
-    backward  dh = dy w_down,  dg = dh * u * f'(g),  du = dh * f(g),  h again           one kernel
-              dw_down = dyᵀ h,  db_down = dy.sum(0)
+    gated     g = x w_gateᵀ,  u = x w_upᵀ,  h = f(g) * u            one kernel, two accumulators
+    dg, du    dh * u * f'(g),  dh * f(g)
               dx = dg w_gate + du w_up,  dw_gate = dgᵀ x,  dw_up = duᵀ x
+    MLP       y = h w_downᵀ + b_down
+              dz, or dg, du and h, from dh = dy w_down              one kernel: dh is never written
+              dw_down = dyᵀ h,  db_down = dy.sum(0)
 
-Saved for backward: x, the weights, and z, or g and u; h is computed again. As further outputs z, or g and u,
-stay connected with the inputs: second derivatives come back to backward as their gradients.
+Saved for backward: what gradients need of x and the weights, and z, or g and u; h is computed again. As
+further outputs z, or g and u, stay connected with the inputs: second derivatives come back to backward as
+their gradients.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from tpkernels.ops import spmd_rules
 from tpkernels.ops.inputs import (
     Context,
     any_requires_grad,
+    apply,
     as_dtype,
     autocast,
     check_linear,
@@ -42,10 +42,36 @@ from tpkernels.ops.inputs import (
     like_tokens,
     tokens_of,
 )
-from tpkernels.ops.local.swiglu import check_gated
 from tpkernels.ops.matmul import gradient_sum
+from tpkernels.ops.quantized.products import between, between_gradients
+from tpkernels.ops.tensor_parallel.column_linear import column
 from tpkernels.ops.tensor_parallel.parallel import ALONE, strategy_of
 from tpkernels.ops.tensor_parallel.parallel_mlp import up_and_down
+
+
+def swiglu(
+    x: Tensor, w_gate: Tensor, w_up: Tensor, *, kind: Glu = "swiglu", quantize: Recipe | None = None
+) -> Tensor:
+    """Compute silu(x w_gateᵀ) * (x w_upᵀ), or with gelu for silu.
+
+    Within an MLP use `mlp`, whose down-projection computes the gradients of both products as it computes dh.
+
+    x: (..., in_features)
+    w_gate, w_up: (out_features, in_features)
+    kind: swiglu, geglu or geglu_tanh
+    quantize: compute it in fp8
+    returns: (..., out_features)
+    """
+    require_glu("swiglu", kind)
+    if is_casting(x):
+        x, w_gate, w_up = autocast(x, w_gate, w_up)
+    _check_gated("swiglu", x, w_gate, w_up)
+    tokens = tokens_of(x)
+    if quantize is not None:
+        fp8, none = strategy_of("swiglu", ALONE, quantize, x), [None] * 2
+        u, g = column("swiglu", tokens, [w_up, w_gate], none, none, ALONE, fp8, "none")
+        return like_tokens(apply(_Gate, u, g, kind), x)
+    return like_tokens(unit_and_down(kind, tokens, w_gate, w_up, None, None, None), x)
 
 
 def mlp(
@@ -83,19 +109,37 @@ def mlp(
     if w_gate is None:
         check_linear("mlp", x, features_of("mlp", x), w_up, b_up, ("w_up", "b_up"))
     else:
-        check_gated("mlp", x, w_gate, w_up)
+        _check_gated("mlp", x, w_gate, w_up)
     check_linear("mlp", x, w_up.shape[0], w_down, b_down, ("w_down", "b_down"))
-    ups = [w_up] if w_gate is None else [w_gate, w_up]
     if quantize is not None:
-        fp8, none = strategy_of("mlp", ALONE, quantize, x), [None] * (1 + len(ups))
-        y = up_and_down("mlp", tokens_of(x), ups[::-1], b_up, w_down, b_down, none, ALONE, fp8, unit)
+        fp8, ups = strategy_of("mlp", ALONE, quantize, x), [w_up] if w_gate is None else [w_up, w_gate]
+        none = [None] * (1 + len(ups))
+        y = up_and_down("mlp", tokens_of(x), ups, b_up, w_down, b_down, none, ALONE, fp8, unit)
         return like_tokens(y, x)
-    keep_zs = any_requires_grad(x, b_up, w_down, b_down, *ups)
-    y, *_ = computed(_Mlp, unit, keep_zs, tokens_of(x), w_gate, w_up, b_up, w_down, b_down)
-    return like_tokens(y, x)
+    return like_tokens(unit_and_down(unit, tokens_of(x), w_gate, w_up, b_up, w_down, b_down), x)
 
 
-class _Mlp(torch.autograd.Function):
+def _check_gated(op: str, x: Tensor, w_gate: Tensor, w_up: Tensor) -> None:
+    """Raise unless both weights fit x and have one shape."""
+    check_linear(op, x, features_of(op, x), w_gate, None, ("w_gate", ""))
+    check_linear(op, x, features_of(op, x), w_up, None, ("w_up", ""))
+    if w_gate.shape != w_up.shape:
+        raise ValueError(
+            f"{op}: expected w_gate and w_up of one shape, got {tuple(w_gate.shape)} and {tuple(w_up.shape)}"
+        )
+
+
+def unit_and_down(unit: Activation | Glu, *tensors: Tensor | None) -> Tensor:
+    """Compute a unit, or an MLP.
+
+    tensors: x (tokens, features), w_gate, w_up, b_up, w_down, b_down; without w_down the result is h
+    """
+    y: Tensor
+    y, *_ = computed(_UnitAndDown, unit, any_requires_grad(*tensors), *tensors)
+    return y
+
+
+class _UnitAndDown(torch.autograd.Function):
     """zs: z, or with w_gate g and u"""
 
     @staticmethod
@@ -107,18 +151,20 @@ class _Mlp(torch.autograd.Function):
         w_gate: Tensor | None,
         w_up: Tensor,
         b_up: Tensor | None,
-        w_down: Tensor,
+        w_down: Tensor | None,
         b_down: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         if w_gate is None:
-            h, *zs = primitives.linear(x, w_up, b_up, unit, keep_zs)  # type: ignore[arg-type]
+            y, *zs = primitives.linear(x, w_up, b_up, unit, keep_zs)  # type: ignore[arg-type]
         else:
-            h, *zs = primitives.glu(x, w_gate, w_up, unit, keep_zs)  # type: ignore[arg-type]
-        y, _ = primitives.linear(h, w_down, b_down, "none", False)
-        ctx.save_for_backward(x, w_gate, w_up, w_down, *zs)
+            y, *zs = primitives.glu(x, w_gate, w_up, unit, keep_zs)  # type: ignore[arg-type]
+        if w_down is not None:
+            y, _ = primitives.linear(y, w_down, b_down, "none", False)
+        _, _, needs_dx, needs_dw_gate, needs_dw_up, *_ = ctx.needs_input_grad
+        kept = x if needs_dw_gate or needs_dw_up else None, *((w_gate, w_up) if needs_dx else (None, None))
+        ctx.save_for_backward(*kept, w_down, *zs)
         ctx.set_materialize_grads(False)  # zs have gradients in second derivatives only
         ctx.unit = unit
-        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (b_up, b_down)]
         return y, *map(connected, zs)
 
     @staticmethod
@@ -128,42 +174,63 @@ class _Mlp(torch.autograd.Function):
         w_gate: Tensor | None,
         w_up: Tensor,
         b_up: Tensor | None,
-        w_down: Tensor,
+        w_down: Tensor | None,
         b_down: Tensor | None,
     ) -> tuple[spmd_rules.Typed, ...]:
         ups = [w_up] if w_gate is None else [w_gate, w_up]
         zs = [spmd_rules.einsum("tk,nk,n->tn", x, up, b_up) for up in ups]
         h = zs[0] if len(zs) == 1 else spmd_rules.einsum("tn,tn->tn", *zs)
-        return spmd_rules.einsum("tn,kn,k->tk", h, w_down, b_down), *zs
+        return h if w_down is None else spmd_rules.einsum("tn,kn,k->tk", h, w_down, b_down), *zs
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor | None, *dzs_too: Tensor | None) -> tuple[Tensor | None, ...]:
         """dzs_too: the gradients of zs, which only a second derivative has"""
-        x, w_gate, w_up, w_down, *zs = ctx.saved_tensors
-        _, _, needs_dx, needs_dw_gate, needs_dw_up, needs_db_up, needs_dw_down, needs_db_down = (
+        (x, w_gate, w_up, w_down, *zs), unit = ctx.saved_tensors, ctx.unit
+        *_, needs_dx, needs_dw_gate, needs_dw_up, needs_db_up, needs_dw_down, needs_db_down = (
             ctx.needs_input_grad
         )
         if dy is None:
             if all(dz is None for dz in dzs_too):
                 return (None,) * 8
-            dy = zs[0].new_zeros(zs[0].shape[0], w_down.shape[0])
+            dy = zs[0].new_zeros(zs[0].shape[0], zs[0].shape[1] if w_down is None else w_down.shape[0])
         needs_dzs = needs_dx or needs_dw_gate or needs_dw_up or needs_db_up
-        dx = dw_gate = dw_up = db_up = h = None
-        if w_gate is not None and (needs_dzs or needs_dw_down):
-            *dzs, h = primitives.dglu(dy, w_down, *zs, ctx.unit)
+        dx = dw_gate = dw_up = db_up = dw_down = h = None
+        if w_down is None:
+            dzs = between_gradients(dy, zs[::-1], unit)[::-1]
+        elif len(zs) == 2 and (needs_dzs or needs_dw_down):
+            *dzs, h = primitives.dglu(dy, w_down, *zs, unit)
         elif needs_dzs:
-            *dzs, db_up = primitives.dgrad_act(dy, w_down, *zs, ctx.unit, needs_db_up)
+            *dzs, db_up = primitives.dgrad_act(dy, w_down, *zs, unit, needs_db_up)
         if needs_dzs:
             if any(dz is not None for dz in dzs_too):
                 dzs = [dz if too is None else dz + too for dz, too in zip(dzs, dzs_too, strict=True)]
-                db_up = primitives.bias_grad(dzs[-1])
-            ups = [w_up] if w_gate is None else [w_gate, w_up]
-            dx = gradient_sum([*zip(dzs, ups, strict=True)]) if needs_dx else None
+                db_up = None
+            if needs_dx:
+                ups = [w_up] if len(zs) == 1 else [w_gate, w_up]
+                dx = gradient_sum([*zip(dzs, ups, strict=True)])
             dw_gate = primitives.wgrad(dzs[0], x) if needs_dw_gate else None
             dw_up = primitives.wgrad(dzs[-1], x) if needs_dw_up else None
-            db_up = as_dtype(db_up, ctx.bias_dtypes[0]) if needs_db_up else None
-        if needs_dw_down and h is None:
-            h = act_ref(zs[0], ctx.unit)
-        dw_down = primitives.wgrad(dy, h) if needs_dw_down else None
-        db_down = as_dtype(primitives.bias_grad(dy), ctx.bias_dtypes[1]) if needs_db_down else None
+            if needs_db_up:
+                db_up = as_dtype(primitives.bias_grad(dzs[-1]) if db_up is None else db_up, dy.dtype)
+        if needs_dw_down:
+            dw_down = primitives.wgrad(dy, act_ref(zs[0], unit) if h is None else h)
+        db_down = as_dtype(primitives.bias_grad(dy), dy.dtype) if needs_db_down else None
         return None, None, dx, dw_gate, dw_up, db_up, dw_down, db_down
+
+
+class _Gate(torch.autograd.Function):
+    """The gate f(g) * u of two products that were computed apart."""
+
+    @staticmethod
+    def forward(ctx: Context, u: Tensor, g: Tensor, kind: Glu) -> Tensor:
+        ctx.save_for_backward(u, g)
+        ctx.kind = kind
+        return between((u, g), kind)
+
+    @staticmethod
+    def spmd_typecheck(*, u: Tensor, g: Tensor) -> spmd_rules.Typed:
+        return spmd_rules.einsum("tn,tn->tn", u, g)
+
+    @staticmethod
+    def backward(ctx: Context, dh: Tensor) -> tuple[Tensor | None, ...]:
+        return *between_gradients(dh, ctx.saved_tensors, ctx.kind), None
