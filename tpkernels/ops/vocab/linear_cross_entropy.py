@@ -36,7 +36,7 @@ log-probabilities hidden, weight_shard, n targets and three numbers a token, or 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 import torch
@@ -68,7 +68,18 @@ from tpkernels.ops.tensor_parallel.parallel import (
     split_of,
     strategy_of,
 )
-from tpkernels.ops.vocab.cross_entropy import IGNORED, NOWHERE, Known, LossOptions, sharded_loss
+from tpkernels.ops.vocab.cross_entropy import (
+    IGNORED,
+    KNOWN,
+    NOWHERE,
+    OPTIONS,
+    How,
+    Known,
+    LossOptions,
+    empty_losses,
+    sharded_loss,
+    unpacked,
+)
 from tpkernels.ops.vocab.partial_gradients import PartialGradients, sum_over_ranks, terms_dtype
 from tpkernels.ops.vocab.sampling import kth_largest
 from tpkernels.ops.vocab.vocabulary import require_ids
@@ -234,9 +245,6 @@ def _check_target(
     return rows
 
 
-How = tuple[LossOptions, TensorParallel, Plain]
-
-
 class _ReducedLoss(torch.autograd.Function):
     """Losses that weigh alike: forward computes their gradients, up to a factor."""
 
@@ -296,9 +304,9 @@ class _TokenLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         options, tp, matmul = how
         ctx.set_materialize_grads(False)
-        given = True, True, True, True, options.scale is not None, options.top_k is not None
-        found = token_losses(hidden, weight, target, *options, tp=tp, matmul=matmul, given=given)
-        loss, known = found[0], Known(*found[1:])
+        arguments = hidden, weight, target, *options
+        loss, *found = token_losses(*arguments, tp=tp, matmul=matmul, given=options.results)
+        known = Known(*found)
         ctx.op = f"{options.op} in fp8" if matmul.recipe else options.op
         ctx.how, ctx.main_grad = how, main_grad
         ctx.save_for_backward(hidden, weight, *known)
@@ -323,7 +331,7 @@ class _TokenLosses(torch.autograd.Function):
         (options, tp, matmul), given = ctx.how, (needs_dhidden, needs_dweight)
         with tp.call:
             dhidden, dweight = token_gradients(
-                *(dloss, dentropy, hidden, weight, *known, *given, dtype, *options),
+                *(dloss, dentropy, hidden, weight, *given, dtype, *known, *options),
                 tp=tp,
                 matmul=matmul,
                 given=given,
@@ -369,7 +377,7 @@ def _losses_by_chunk(
 ) -> tuple[Tensor, Known]:
     """Compute the loss of each target; add gradients of the sum of losses to `gradients`."""
     losses = sharded_loss(options, weight.shape[0], tp)
-    loss, known = _empty_losses(hidden, target, options)
+    loss, known = empty_losses(hidden, target, options)
     for rows, logits in _logits_of_chunks(hidden, weight, options, tp, matmul):
         if options.top_k is not None and known.least is not None:
             known.least[rows] = kth_largest(options.op, logits, losses.shard, options.top_k)
@@ -394,16 +402,6 @@ def _forget_below_(logits: Tensor, least: Tensor) -> None:
         some.masked_fill_(some < floor, -torch.inf)
 
 
-def _empty_losses(hidden: Tensor, target: Tensor, options: LossOptions) -> tuple[Tensor, Known]:
-    """The loss of each target, and what else is known of it, without numbers."""
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    loss = hidden.new_empty(target.shape, dtype=dtype)
-    count = 2 if options.scale is None else 3
-    known = Known(target, *(loss.new_empty(target.shape[:1]) for _ in range(count)))
-    least = None if options.top_k is None else hidden.new_empty(target.shape[:1])
-    return loss, known._replace(least=least)
-
-
 def _reduced(
     hidden: Tensor,
     weight: Tensor,
@@ -417,7 +415,7 @@ def _reduced(
 
     how: the options, split and strategy
     """
-    options, tp, matmul = _unpacked(how)
+    options, tp, matmul = unpacked(how)
     target = sharded_loss(options, weight.shape[0], tp).counted(target)
     hidden = tp.gather(options.op, "hidden", hidden).all()
     gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, tp, matmul)
@@ -427,11 +425,6 @@ def _reduced(
     tokens = (target != IGNORED).sum() if reduction == "mean" else torch.ones((), device=target.device)
     share = tokens.clamp_min(1).to(loss.dtype).reciprocal()  # without tokens the loss is 0, and not NaN
     return [loss.sum() * share, share, gradients.dhidden, gradients.dweight]
-
-
-def _unpacked(how: Sequence[Any]) -> How:
-    *options, tp, matmul = how
-    return LossOptions(*options), tp, matmul
 
 
 def _reduced_shape(
@@ -490,7 +483,7 @@ def _scaled_shape(
 
 def _token_losses(hidden: Tensor, weight: Tensor, target: Tensor, *how: Any) -> list[Tensor | None]:
     """Compute the loss of each target, and what is in `Known`. how: as of `_reduced`"""
-    options, tp, matmul = _unpacked(how)
+    options, tp, matmul = unpacked(how)
     target = sharded_loss(options, weight.shape[0], tp).counted(target)
     hidden = tp.gather(options.op, "hidden", hidden).all()
     with reuse_quantized_weights():  # one for all chunks
@@ -499,8 +492,8 @@ def _token_losses(hidden: Tensor, weight: Tensor, target: Tensor, *how: Any) -> 
 
 
 def _token_losses_shape(hidden: Tensor, weight: Tensor, target: Tensor, *how: Any) -> list[Tensor | None]:
-    options, _, _ = _unpacked(how)
-    loss, known = _empty_losses(hidden, torch.empty_like(target), options)
+    options, _, _ = unpacked(how)
+    loss, known = empty_losses(hidden, torch.empty_like(target), options)
     return [loss, *known]
 
 
@@ -509,21 +502,16 @@ def _token_gradients(
     dentropy: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
-    target: Tensor,
-    maximum: Tensor,
-    total: Tensor,
-    mean: Tensor | None,
-    least: Tensor | None,
     needs_dhidden: bool,
     needs_dweight: bool,
     dtype: torch.dtype,
-    *how: Any,
+    *known_and_how: Any,
 ) -> list[Tensor | None]:
     """Compute gradients from those of each target's loss and each token's entropy; logits are computed again.
 
-    target, maximum, total, mean, least: as in `Known`; dtype: of dweight; how: as of `_reduced`
+    dtype: of dweight; known_and_how: what is in `Known`, and how, as of `_reduced`
     """
-    (options, tp, matmul), known = _unpacked(how), Known(target, maximum, total, mean, least)
+    known, (options, tp, matmul) = Known(*known_and_how[:5]), unpacked(known_and_how[5:])
     losses = sharded_loss(options, weight.shape[0], tp)
     hidden = tp.gather(options.op, "hidden", hidden).all()
     gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, tp, matmul)
@@ -548,15 +536,10 @@ def _token_gradients_shape(
     dentropy: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
-    target: Tensor,
-    maximum: Tensor,
-    total: Tensor,
-    mean: Tensor | None,
-    least: Tensor | None,
     needs_dhidden: bool,
     needs_dweight: bool,
     dtype: torch.dtype,
-    *_: Any,
+    *_: object,
 ) -> list[Tensor | None]:
     return [
         hidden.new_empty(hidden.shape) if needs_dhidden else None,
@@ -566,11 +549,7 @@ def _token_gradients_shape(
 
 _TENSORS = "Tensor hidden, Tensor weight, Tensor target"
 _NEEDS = "bool needs_dhidden, bool needs_dweight"
-_OPTIONS = (
-    "str op, SymInt? vocab_size, float label_smoothing, int ignore_index, float? scale, int? chunk_tokens, "
-    "int? top_k"
-)
-reduced_loss = SplitOperator(OP, f"{_TENSORS}, {_NEEDS}, str reduction, {_OPTIONS}", _reduced, _reduced_shape)
+reduced_loss = SplitOperator(OP, f"{_TENSORS}, {_NEEDS}, str reduction, {OPTIONS}", _reduced, _reduced_shape)
 reduced_gradients = SplitOperator(
     f"{OP}_backward",
     "Tensor scale, Tensor? dhidden, Tensor? dweight, ScalarType hidden_dtype, ScalarType dtype, str op",
@@ -578,12 +557,12 @@ reduced_gradients = SplitOperator(
     _scaled_shape,
 )
 token_losses = SplitOperator(
-    "linear_token_losses", f"{_TENSORS}, {_OPTIONS}", _token_losses, _token_losses_shape
+    "linear_token_losses", f"{_TENSORS}, {OPTIONS}", _token_losses, _token_losses_shape
 )
 token_gradients = SplitOperator(
     "linear_token_losses_backward",
-    f"Tensor dloss, Tensor? dentropy, {_TENSORS}, Tensor maximum, Tensor total, Tensor? mean, "
-    f"Tensor? least, {_NEEDS}, ScalarType dtype, {_OPTIONS}",
+    f"Tensor dloss, Tensor? dentropy, Tensor hidden, Tensor weight, {_NEEDS}, ScalarType dtype, {KNOWN}, "
+    f"{OPTIONS}",
     _token_gradients,
     _token_gradients_shape,
 )
