@@ -282,11 +282,13 @@ class _ReducedLoss(torch.autograd.Function):
         share, dhidden, dweight = ctx.saved_tensors
         if not all(asked_for(ctx, [ctx.main_grad], [True], 1)):
             dweight = None
-        dtype = ctx.dtype if ctx.main_grad is None else torch.promote_types(ctx.dtype, torch.float32)
-        (options, tp, matmul), given = ctx.how, (dhidden is not None, dweight is not None)
-        arguments = dloss * share, dhidden, dweight, ctx.dtype, dtype, options.op
-        with tp.call:
-            dhidden, dweight = reduced_gradients(*arguments, tp=tp, matmul=matmul, given=given)
+        (options, tp, matmul), scale = ctx.how, dloss * share
+        # scaled by the gradient of the loss: fp16 holds them before the division by tokens, not after
+        if dhidden is not None:
+            with tp.call:
+                (dhidden,) = scaled_sum(dhidden, scale, ctx.dtype, options.op, tp=tp, matmul=matmul)
+        if dweight is not None:
+            dweight = dweight * scale if ctx.main_grad is not None else (dweight * scale).to(ctx.dtype)
         return dhidden, _delivered(dweight, ctx.main_grad), *([None] * 6)
 
 
@@ -446,39 +448,16 @@ def _reduced_shape(
     ]
 
 
-def _scaled(
-    scale: Tensor,
-    dhidden: Tensor | None,
-    dweight: Tensor | None,
-    hidden_dtype: torch.dtype,
-    dtype: torch.dtype,
-    op: str,
-    tp: TensorParallel,
-    _: Plain,
-) -> list[Tensor | None]:
-    """Scale gradients by that of the loss; fp16 holds them before the division by tokens, not after."""
-    return [
-        None if dhidden is None else sum_over_ranks(dhidden, scale, hidden_dtype, op, tp),
-        None if dweight is None else (dweight * scale).to(dtype),
-    ]
+def _scaled_sum(
+    dhidden: Tensor, scale: Tensor, dtype: torch.dtype, op: str, tp: TensorParallel, _: Plain
+) -> list[Tensor]:
+    return [sum_over_ranks(dhidden, scale, dtype, op, tp)]
 
 
-def _scaled_shape(
-    scale: Tensor,
-    dhidden: Tensor | None,
-    dweight: Tensor | None,
-    hidden_dtype: torch.dtype,
-    dtype: torch.dtype,
-    op: str,
-    tp: TensorParallel,
-    _: Plain,
-) -> list[Tensor | None]:
-    return [
-        None
-        if dhidden is None
-        else dhidden.new_empty(dhidden.shape[0] // tp.token_shards, dhidden.shape[1], dtype=hidden_dtype),
-        None if dweight is None else torch.empty_like(dweight, dtype=dtype),
-    ]
+def _scaled_sum_shape(
+    dhidden: Tensor, scale: Tensor, dtype: torch.dtype, op: str, tp: TensorParallel, _: Plain
+) -> list[Tensor]:
+    return [dhidden.new_empty(dhidden.shape[0] // tp.token_shards, dhidden.shape[1], dtype=dtype)]
 
 
 def _token_losses(hidden: Tensor, weight: Tensor, target: Tensor, *how: Any) -> list[Tensor | None]:
@@ -550,11 +529,11 @@ def _token_gradients_shape(
 _TENSORS = "Tensor hidden, Tensor weight, Tensor target"
 _NEEDS = "bool needs_dhidden, bool needs_dweight"
 reduced_loss = SplitOperator(OP, f"{_TENSORS}, {_NEEDS}, str reduction, {OPTIONS}", _reduced, _reduced_shape)
-reduced_gradients = SplitOperator(
+scaled_sum = SplitOperator(
     f"{OP}_backward",
-    "Tensor scale, Tensor? dhidden, Tensor? dweight, ScalarType hidden_dtype, ScalarType dtype, str op",
-    _scaled,
-    _scaled_shape,
+    "Tensor dhidden, Tensor scale, ScalarType dtype, str op",
+    _scaled_sum,
+    _scaled_sum_shape,
 )
 token_losses = SplitOperator(
     "linear_token_losses", f"{_TENSORS}, {OPTIONS}", _token_losses, _token_losses_shape
