@@ -62,32 +62,16 @@ def linear(
         require_activation("linear", activation)
     elif quantize is None and is_torchs(x) and (y := quick_linear()(x, weight, bias)) is not None:
         return y
-    if (
-        quantize is None
-        and is_torchs(x)
-        and activation != "relu"  # of which torch saves the result, and its zeros are no gradients of NaN
-        # what torch takes and we refuse: vectors, integers, other devices, biases to broadcast
-        and x.dim() > 0
-        and weight.dim() == 2
-        and x.is_floating_point()
-        and weight.is_cpu
-        and (bias is None or (bias.dim() == 1 and bias.numel() == weight.size(0)))
-    ):
-        if is_casting(x):  # each time: torch would keep what it has cast until the region ends
-            x, weight, bias = autocast(x, weight, bias)
-        try:
-            z = functional.linear(tokens_of(x), weight, bias)
-        except RuntimeError:
-            check_linear("linear", x, x.shape[-1], weight, bias, ("weight", "bias"))  # in our words
-            raise
-        return like_tokens(z if activation is None else act_ref(z, activation), x)
-    if is_casting(x):
+    if is_casting(x):  # each time: torch would keep what it has cast until the region ends
         x, weight, bias = autocast(x, weight, bias)
     check_linear("linear", x, features_of("linear", x), weight, bias, ("weight", "bias"))
     tokens = tokens_of(x)
     if quantize is not None:
         fp8 = strategy_of("linear", ALONE, quantize, x)
         (y,) = column("linear", tokens, [weight], [bias], [None], ALONE, fp8, activation or "none")
+    elif is_torchs(x) and activation != "relu":  # of which torch saves y, whose zeros are no gradients of NaN
+        z = functional.linear(tokens, weight, bias)
+        y = z if activation is None else act_ref(z, activation)
     elif activation is None or activation == "none":  # also over each argument
         y = computed(_Linear, tokens, weight, bias)
     else:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from tpkernels.dispatch import primitives
 from tpkernels.kernels.activations import Activation, Glu, act_ref, require_activation, require_glu
@@ -36,7 +37,6 @@ from tpkernels.ops.inputs import (
     autocast,
     check_linear,
     computed,
-    connected,
     features_of,
     is_casting,
     like_tokens,
@@ -165,7 +165,8 @@ class _UnitAndDown(torch.autograd.Function):
         ctx.save_for_backward(*kept, w_down, *zs)
         ctx.set_materialize_grads(False)  # zs have gradients in second derivatives only
         ctx.unit = unit
-        return y, *map(connected, zs)
+        # compiled code has no second derivatives, and would add the zeros that stand for gradients of zs
+        return y, *(None if is_compiling() else z for z in zs)
 
     @staticmethod
     def spmd_typecheck(
@@ -198,9 +199,9 @@ class _UnitAndDown(torch.autograd.Function):
         if w_down is None:
             dzs = between_gradients(dy, zs[::-1], unit)[::-1]
         elif len(zs) == 2 and (needs_dzs or needs_dw_down):
-            *dzs, h = primitives.dglu(dy, w_down, *zs, unit)
+            *dzs, h = primitives.dglu(dy, w_down, zs[0], zs[1], unit)
         elif needs_dzs:
-            *dzs, db_up = primitives.dgrad_act(dy, w_down, *zs, unit, needs_db_up)
+            *dzs, db_up = primitives.dgrad_act(dy, w_down, zs[0], unit, needs_db_up)
         if needs_dzs:
             if any(dz is not None for dz in dzs_too):
                 dzs = [dz if too is None else dz + too for dz, too in zip(dzs, dzs_too, strict=True)]

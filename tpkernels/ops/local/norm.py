@@ -174,6 +174,7 @@ class _Norm(torch.autograd.Function):
         segments: int,
         tp: TensorParallel,
     ) -> Tensor:
+        y: Tensor
         if segments:
             y, *statistics = _normed(x, weight, bias, kind, eps, tp=tp, matmul=PLAIN)
         else:
