@@ -206,7 +206,7 @@ def test_registered_operators_pass_opcheck():
             (hidden, weight, pairs, *scaled),
         ],
         "linear_token_losses_backward": [
-            (tokens, None, hidden, weight, *needs, fp32, *known, *on_one)
+            (tokens, None, hidden, weight, *needs, *known, *on_one)
             for needs in ((True, True), (False, True), (True, False))
         ],
     }

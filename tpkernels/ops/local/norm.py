@@ -245,7 +245,7 @@ def _rows(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Norm, eps: float
 def _rows_shape(
     x: Tensor, weight: Tensor, bias: Tensor | None, kind: Norm, eps: float, *_: object
 ) -> list[Tensor]:
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = sums_dtype(x.dtype)
     count = 1 if kind == "rms_norm" else 2
     return [x.new_empty(x.shape), *(x.new_empty(x.shape[0], dtype=wide) for _ in range(count))]
 

@@ -291,8 +291,6 @@ class ShardedLoss:
         if scale is not None:
             dloss = dloss * scale
             dentropy = torch.zeros_like(total) if dentropy is None else dentropy.to(total.dtype) * scale
-        else:
-            dentropy = None
         of_targets = dloss
         if target.ndim > 1:
             of_targets = dloss.masked_fill(target == IGNORED, 0)
@@ -389,7 +387,7 @@ def unpacked(how: Sequence[Any]) -> How:
 
 def empty_losses(like: Tensor, target: Tensor, options: LossOptions) -> tuple[Tensor, Known]:
     """The loss of each target, and what else is known of it, without numbers."""
-    loss = like.new_empty(target.shape, dtype=torch.promote_types(like.dtype, torch.float32))
+    loss = like.new_empty(target.shape, dtype=sums_dtype(like.dtype))
     count = 2 if options.scale is None else 3
     known = Known(target, *(loss.new_empty(target.shape[:1]) for _ in range(count)))
     return loss, known._replace(least=None if options.top_k is None else like.new_empty(target.shape[:1]))

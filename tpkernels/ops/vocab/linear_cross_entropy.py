@@ -45,6 +45,7 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.comm.tensor_parallel import TensorParallel
 from tpkernels.comm.transports.rows import Gather
+from tpkernels.dispatch.products import sums_dtype
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
@@ -288,8 +289,8 @@ class _ReducedLoss(torch.autograd.Function):
             with tp.call:
                 (dhidden,) = scaled_sum(dhidden, scale, ctx.dtype, options.op, tp=tp, matmul=matmul)
         if dweight is not None:
-            dweight = dweight * scale if ctx.main_grad is not None else (dweight * scale).to(ctx.dtype)
-        return dhidden, _delivered(dweight, ctx.main_grad), *([None] * 6)
+            dweight = _delivered(dweight * scale, ctx.dtype, ctx.main_grad)
+        return dhidden, dweight, *([None] * 6)
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -324,27 +325,24 @@ class _TokenLosses(torch.autograd.Function):
     @first_order()
     def backward(ctx: Context, dloss: Tensor | None, dentropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, *statistics = ctx.saved_tensors
-        known, wide = Known(*statistics), torch.promote_types(weight.dtype, torch.float32)
-        dtype = weight.dtype if ctx.main_grad is None else wide
+        known = Known(*statistics)
         if dloss is None:
-            dloss = torch.zeros_like(known.target, dtype=wide)
+            dloss = torch.zeros_like(known.target, dtype=sums_dtype(weight.dtype))
         needs_dhidden, needs_dweight, *_ = ctx.needs_input_grad
         (needs_dweight,) = asked_for(ctx, [ctx.main_grad], [needs_dweight], 1)
         (options, tp, matmul), given = ctx.how, (needs_dhidden, needs_dweight)
         with tp.call:
-            dhidden, dweight = token_gradients(
-                *(dloss, dentropy, hidden, weight, *given, dtype, *known, *options),
-                tp=tp,
-                matmul=matmul,
-                given=given,
-            )
-        return dhidden, _delivered(dweight, ctx.main_grad), None, None, None
+            arguments = dloss, dentropy, hidden, weight, *given, *known, *options
+            dhidden, dweight = token_gradients(*arguments, tp=tp, matmul=matmul, given=given)
+        if dweight is not None:
+            dweight = _delivered(dweight, weight.dtype, ctx.main_grad)
+        return dhidden, dweight, None, None, None
 
 
-def _delivered(dweight: Tensor | None, main_grad: Tensor | None) -> Tensor | None:
-    """Return the weight's gradient, or add it to main_grad and return None."""
-    if dweight is None or main_grad is None:
-        return dweight
+def _delivered(dweight: Tensor, dtype: torch.dtype, main_grad: Tensor | None) -> Tensor | None:
+    """Return the weight's gradient in its dtype, or add it to main_grad and return None."""
+    if main_grad is None:
+        return dweight.to(dtype)
     main_grad.add_(dweight)
     return None
 
@@ -438,7 +436,7 @@ def _reduced_shape(
     *how: Any,
 ) -> list[Tensor | None]:
     *_, tp, _ = how
-    loss = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    loss = hidden.new_empty((), dtype=sums_dtype(hidden.dtype))
     dhidden = hidden.new_empty(target.shape[0], hidden.shape[1], dtype=terms_dtype(hidden.dtype, tp))
     return [
         loss,
@@ -483,12 +481,11 @@ def _token_gradients(
     weight: Tensor,
     needs_dhidden: bool,
     needs_dweight: bool,
-    dtype: torch.dtype,
     *known_and_how: Any,
 ) -> list[Tensor | None]:
     """Compute gradients from those of each target's loss and each token's entropy; logits are computed again.
 
-    dtype: of dweight; known_and_how: what is in `Known`, and how, as of `_reduced`
+    known_and_how: what is in `Known`, and how, as of `_reduced`
     """
     known, (options, tp, matmul) = Known(*known_and_how[:5]), unpacked(known_and_how[5:])
     losses = sharded_loss(options, weight.shape[0], tp)
@@ -503,11 +500,10 @@ def _token_gradients(
             given = dloss[rows], None if dentropy is None else dentropy[rows]
             gradients.add(rows, losses.gradient(logits, known.of(rows), *given, in_place=True))
             del logits
-    dhidden, dweight = gradients.dhidden, gradients.dweight
-    return [
-        None if dhidden is None else sum_over_ranks(dhidden, None, weight.dtype, options.op, tp),
-        None if dweight is None else dweight.to(dtype),
-    ]
+    dhidden = gradients.dhidden
+    if dhidden is not None:
+        dhidden = sum_over_ranks(dhidden, None, weight.dtype, options.op, tp)
+    return [dhidden, gradients.dweight]
 
 
 def _token_gradients_shape(
@@ -517,12 +513,11 @@ def _token_gradients_shape(
     weight: Tensor,
     needs_dhidden: bool,
     needs_dweight: bool,
-    dtype: torch.dtype,
     *_: object,
 ) -> list[Tensor | None]:
     return [
         hidden.new_empty(hidden.shape) if needs_dhidden else None,
-        weight.new_empty(weight.shape, dtype=dtype) if needs_dweight else None,
+        torch.empty_like(weight, dtype=sums_dtype(weight.dtype)) if needs_dweight else None,
     ]
 
 
@@ -540,8 +535,7 @@ token_losses = SplitOperator(
 )
 token_gradients = SplitOperator(
     "linear_token_losses_backward",
-    f"Tensor dloss, Tensor? dentropy, Tensor hidden, Tensor weight, {_NEEDS}, ScalarType dtype, {KNOWN}, "
-    f"{OPTIONS}",
+    f"Tensor dloss, Tensor? dentropy, Tensor hidden, Tensor weight, {_NEEDS}, {KNOWN}, {OPTIONS}",
     _token_gradients,
     _token_gradients_shape,
 )
