@@ -226,7 +226,7 @@ class ShardedLoss:
             loss, maximum, total = _of_full_rows(logits, target, in_place=False)
             return loss, Known(target, maximum, total)
         fourth = bool(s) or scale is not None  # an unsmoothed loss needs no Σ x
-        found = [self._statistics(part, part.of(logits, 1), target, fourth) for part in shard.segments]
+        found = [self._statistics(part, part.of(logits), target, fourth) for part in shard.segments]
         ours = found[0] if len(found) == 1 else torch.cat(found)
         what = f"statistics (label_smoothing {s:g}, ignore_index {ignored}, {shard.size} ids"
         what += ")" if scale is None else f", scale {scale:g})"
@@ -313,12 +313,12 @@ class ShardedLoss:
             near -= _sum_of_equal(target, column + part.first_id, of_targets, x.shape[1])
             return dx.scatter_(1, column, near.to(dx.dtype))
 
+        parts = self.shard.segments
         if not self.shard.tp.segments:
-            (whole,) = self.shard.segments
-            return of_part(whole, logits, in_place)
+            return of_part(parts[0], logits, in_place)
         dlogits = logits if in_place else torch.empty_like(logits)
-        for part in self.shard.segments:
-            part.view_of(dlogits, 1).copy_(of_part(part, part.of(logits, 1), False))
+        for part, out in zip(parts, dlogits.tensor_split(len(parts), 1), strict=True):
+            out.copy_(of_part(part, part.of(logits), False))
         return dlogits
 
 

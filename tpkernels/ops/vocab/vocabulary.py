@@ -63,13 +63,9 @@ class VocabSegment(NamedTuple):
     columns: int  # that are no padding
     is_cut: bool  # with TP-invariance
 
-    def of(self, shard: Tensor, dim: int) -> Tensor:
-        """This segment of a rank's shard, contiguous; the shard itself without TP-invariance."""
-        return segment_of(shard, dim, self.number, self.total) if self.is_cut else shard
-
-    def view_of(self, shard: Tensor, dim: int) -> Tensor:
-        """This segment of a rank's shard, as a view."""
-        return shard.tensor_split(self.total, dim)[self.number]
+    def of(self, columns: Tensor) -> Tensor:
+        """This segment of a rank's columns, contiguous; all of them without TP-invariance."""
+        return segment_of(columns, 1, self.number, self.total) if self.is_cut else columns
 
 
 def vocab_shard(op: str, tp: TensorParallel, width: int, vocab_size: int | None) -> VocabShard:
