@@ -329,8 +329,8 @@ def test_gradients_of_16_bits_are_rounded_once():
     """The gradient at a target whose p rounds to 1 is what p lacks to 1, and not 0."""
     logits = torch.tensor([[0.0, 9.0, 1.0, 0.0]]).bfloat16()
     target = torch.tensor([[1, 1, 3]])
-    shard = cross_entropy.VocabShard(TensorParallel(None), 4, 4)
-    losses = cross_entropy.ShardedLoss("test", shard, 0.0, -100, None)
+    options = cross_entropy.LossOptions("test", None, 0.0, -100)
+    losses = cross_entropy.sharded_loss(options, 4, TensorParallel(None))
     _, known = losses.of_rows(logits, target)
     dlogits = losses.gradient(logits.clone(), known, torch.tensor([[1.0, 1.0, 0.0]]), in_place=True)
     exact = logits.double().softmax(1) * 2

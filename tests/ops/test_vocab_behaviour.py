@@ -186,29 +186,27 @@ def test_registered_operators_pass_opcheck():
     hidden, logits, tokens = torch.randn(12, FEATURES), torch.randn(12, VOCAB), torch.rand(12) + 1
     operators, group = torch.ops.tpkernels, name_of(dist.group.WORLD)
     whole, split = (group, False, True, 0, ""), (group, True, True, 0, "")
-    fp32, loss = torch.float32, ("loss", VOCAB, 0.1, -100)
-    on_one = (*loss, None, 5, None, *whole)
+    fp32, on_one = torch.float32, ("loss", VOCAB, 0.1, -100, None, 5, None, *whole)
     scaled = ("logprobs", VOCAB, 0.0, -100, 0.7, 5, 3, *whole[:-1], "rowwise")
-    pairs = torch.stack([counted, flat], 1)
+    pairs, known = torch.stack([counted, flat], 1), (counted, tokens, tokens, None, None)
     calls: dict[str, list[tuple[Any, ...]]] = {
         "vocab_embedding": [(flat, table, VOCAB, *whole), (flat, table, VOCAB, *split)],
         "vocab_embedding_backward": [(hidden, flat, VOCAB, fp32, 3, *split)],
-        "vocab_cross_entropy": [(logits, counted, *loss, *whole)],
-        "vocab_cross_entropy_backward": [(logits, counted, tokens, tokens, tokens, *loss, *whole)],
+        "vocab_cross_entropy": [(logits, counted, *on_one)],
+        "vocab_cross_entropy_backward": [(logits, tokens, *known, *on_one)],
         "linear_cross_entropy": [
             (hidden, weight, counted, *needs, "mean", *on_one)
             for needs in ((True, True), (False, True), (True, False), (False, False))
         ],
         "linear_cross_entropy_backward": [
-            (tokens[0], *gradients, fp32, fp32, "loss", *whole)
-            for gradients in ((hidden, weight), (None, weight), (hidden, None))
+            (hidden, tokens[0], fp32, "loss", *part) for part in (whole, split)
         ],
         "linear_token_losses": [
             (hidden, weight, counted, *on_one),
             (hidden, weight, pairs, *scaled),
         ],
         "linear_token_losses_backward": [
-            (tokens, None, hidden, weight, counted, tokens, tokens, None, None, *needs, fp32, *on_one)
+            (tokens, None, hidden, weight, *needs, *known, *on_one)
             for needs in ((True, True), (False, True), (True, False))
         ],
     }

@@ -1,8 +1,8 @@
 from tpkernels.ops.local.linear import linear as linear
 from tpkernels.ops.local.mlp import mlp as mlp
+from tpkernels.ops.local.mlp import swiglu as swiglu
 from tpkernels.ops.local.norm import layer_norm as layer_norm
 from tpkernels.ops.local.norm import rms_norm as rms_norm
-from tpkernels.ops.local.swiglu import swiglu as swiglu
 from tpkernels.ops.tensor_parallel.column_linear import column_linear as column_linear
 from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp as parallel_mlp
 from tpkernels.ops.tensor_parallel.row_linear import row_linear as row_linear

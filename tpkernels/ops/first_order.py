@@ -7,7 +7,7 @@ cuts the graph, so that `torch.autograd.functional.hessian`, which allows unused
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, wraps
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -40,25 +40,6 @@ def first_order(
         return run
 
     return decorate
-
-
-def differentiated_once(op: str, y: Tensor) -> Tensor:
-    """y, which torch's own operator computed, with a second derivative through that operator an error."""
-    node = y.grad_fn
-    if node is not None:
-        node.register_prehook(_refusal(op))
-    return y
-
-
-@cache
-def _refusal(op: str) -> Callable[[tuple[Tensor, ...]], tuple[Tensor, ...] | None]:
-    def refuse(dy: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        if not torch.is_grad_enabled():
-            return None
-        refusing: tuple[Tensor, ...] = apply(_NoSecondDerivative, op, dy, *dy)
-        return refusing
-
-    return refuse
 
 
 def _refusing_more(

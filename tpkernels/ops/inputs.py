@@ -31,37 +31,17 @@ class Context(Protocol):
 
 
 _functorch_is_active = torch._C._are_functorch_transforms_active
-_unwrapped = torch._C._functorch.unwrap_if_dead
-_apply_of = vars(torch._C._FunctionBase)["apply"].__get__
-
-
-def _source_of(method: Any) -> str:
-    code = getattr(getattr(method, "__func__", None), "__code__", None)
-    return getattr(code, "co_filename", "")
-
-
-_apply = vars(torch.autograd.Function)["apply"]
-# None if a checker had put its own in its place already
-_torchs_apply = _apply if _source_of(_apply) == torch.autograd.function.__file__ else None
 
 
 def apply(function: type[torch.autograd.Function], *args: object) -> Any:
-    """Call `function.apply`, of a function without `setup_context`: then most of its Python does nothing.
-
-    When compiling, with a view of a tensor that is passed twice, to be traced.
-    """
-    if is_compiling():
-        distinct: list[object] = []
-        for arg in args:
-            twice = isinstance(arg, Tensor) and any(arg is other for other in distinct)
-            distinct.append(arg.view_as(arg) if twice else arg)  # type: ignore[attr-defined]
-        return function.apply(*distinct)
-    if _functorch_is_active() or vars(torch.autograd.Function)["apply"] is not _torchs_apply:
+    """Call `function.apply`; when compiling, with a view of a tensor that is passed twice, to be traced."""
+    if not is_compiling():
         return function.apply(*args)
-    unwrapped = []
+    distinct: list[object] = []
     for arg in args:
-        unwrapped.append(_unwrapped(arg) if isinstance(arg, Tensor) else arg)  # no frame
-    return _apply_of(None, function)(*unwrapped)
+        twice = isinstance(arg, Tensor) and any(arg is other for other in distinct)
+        distinct.append(arg.view_as(arg) if twice else arg)  # type: ignore[attr-defined]
+    return function.apply(*distinct)
 
 
 # Whether a mode sees each call of torch's, such as a checker's: then an op is one call, gradients or not.
@@ -139,43 +119,32 @@ def check_linear(
     op: str, x: Tensor, in_features: int, weight: Tensor, bias: Tensor | None, names: tuple[str, str]
 ) -> None:
     """Raise unless weight (out_features, in_features) and bias (out_features,) fit x and its device."""
-    # the usual case first: each look at a tensor costs, and tiny products are quick
-    dtype, shape = x.dtype, weight.shape
-    if (
-        len(shape) == 2
-        and shape[1] == in_features
-        and weight.dtype is dtype
-        and dtype.is_floating_point
-        and (bias is None or (bias.dtype is dtype and bias.shape == (shape[0],)))
-    ):
-        # asking three tensors whether they are on the CPU is quicker than comparing devices
-        if x.is_cpu and weight.is_cpu and (bias is None or bias.is_cpu):
-            return
-        if weight.device == x.device and (bias is None or bias.device == x.device):
-            return
-    weight_name, bias_name = names
-    if weight.ndim != 2 or in_features != weight.shape[1]:
+    (weight_name, bias_name), dtype, shape = names, x.dtype, weight.shape
+    if len(shape) != 2 or in_features != shape[1]:
         raise ValueError(
             f"{op}: expected x (..., in_features) and {weight_name} (out_features, {in_features}), "
-            f"got {tuple(x.shape)} and {tuple(weight.shape)}"
+            f"got {tuple(x.shape)} and {tuple(shape)}"
         )
-    if bias is not None and (bias.ndim != 1 or bias.shape[0] != weight.shape[0]):
+    if bias is not None and bias.shape != shape[:1]:
         raise ValueError(
-            f"{op}: expected {bias_name} ({weight.shape[0]},) for {weight_name} {tuple(weight.shape)}, "
+            f"{op}: expected {bias_name} ({shape[0]},) for {weight_name} {tuple(shape)}, "
             f"got {tuple(bias.shape)}"
         )
     for name, other in ((weight_name, weight), (bias_name, bias)):
-        if other is not None and other.dtype != x.dtype:
+        if other is None:
+            continue
+        if other.dtype is not dtype:
             raise TypeError(
-                f"{op}: expected one dtype, got x in {x.dtype} and {name} in {other.dtype}; "
+                f"{op}: expected one dtype, got x in {dtype} and {name} in {other.dtype}; "
                 "cast one of them, or use torch.autocast"
             )
-        if other is not None and other.device != x.device:
+        # asking tensors whether they are on the CPU is quicker than comparing devices
+        if not (x.is_cpu and other.is_cpu) and other.device != x.device:
             raise ValueError(
                 f"{op}: expected one device, got x on {x.device} and {name} on {other.device}; move one"
             )
-    if not x.is_floating_point():
-        raise TypeError(f"{op}: expected floating-point tensors, got {x.dtype}")
+    if not dtype.is_floating_point:
+        raise TypeError(f"{op}: expected floating-point tensors, got {dtype}")
 
 
 def features_of(op: str, x: Tensor) -> int:
@@ -199,14 +168,6 @@ def like_tokens(y: Tensor, x: Tensor) -> Tensor:
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `tensor.to(dtype)`, without a dispatch if the dtype is right already."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
-
-
-def connected(z: Tensor | None) -> Tensor | None:
-    """Return the saved z as an output of forward, so that second derivatives reach it.
-
-    None when compiling, which has no second derivatives and would add the zeros that stand for its gradient.
-    """
-    return None if is_compiling() else z
 
 
 def any_requires_grad(*tensors: Tensor | None) -> bool:

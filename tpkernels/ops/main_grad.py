@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.operators import define
+from tpkernels.dispatch.products import sums_dtype
 from tpkernels.ops.inputs import Context, apply
 
 # What a weight's gradient is added to. None or False: to nothing, autograd gets it in the weight's dtype.
@@ -90,15 +91,6 @@ class _SayItWasAdded(torch.autograd.Function):
         return torch.zeros_like(weight) if zeroed else torch.empty_like(weight)
 
 
-def _refuse_captured(weight: Any) -> None:
-    """Raise if `torch.autograd.grad` is to return the gradient of the weight, whose node this is."""
-    if _engine_runs(weight) is None:
-        raise RuntimeError(
-            "expected backward() of a weight with grad_added_to_main_grad, got torch.autograd.grad of it, "
-            "which would return a dummy: its gradient is in main_grad"
-        )
-
-
 def asked_for(
     ctx: Context, main_grads: Sequence[Tensor | None], needs: Sequence[bool], first: int
 ) -> Sequence[bool]:
@@ -119,8 +111,12 @@ def asked_for(
         return needs
     nodes = [ctx.next_functions[first + i][0] for i in range(len(main_grads))]
     for node, into in zip(nodes, main_grads, strict=True):
-        if into is not None and getattr(node, "_forward_cls", None) is _SayItWasAdded:
-            _refuse_captured(node.next_functions[0][0])
+        marks = into is not None and getattr(node, "_forward_cls", None) is _SayItWasAdded
+        if marks and _engine_runs(node.next_functions[0][0]) is None:
+            raise RuntimeError(
+                "expected backward() of a weight with grad_added_to_main_grad, got torch.autograd.grad of "
+                "it, which would return a dummy: its gradient is in main_grad"
+            )
     return [
         need and (into is None or _engine_runs(node) is not False)
         for node, need, into in zip(nodes, needs, main_grads, strict=True)
@@ -157,12 +153,7 @@ def empty_weight_gradient(dy: Tensor, x: Tensor, into: Into) -> Tensor:
 
 def dtype_of_gradient(x: Tensor, into: Into) -> torch.dtype:
     """Return the dtype of a weight gradient: that of x for autograd, fp32 or wider for a main_grad."""
-    return _dtype_of_sums(x) if isinstance(into, Tensor) or into else x.dtype
-
-
-def _dtype_of_sums(x: Tensor) -> torch.dtype:
-    """Return the dtype of x, or fp32 if that is wider."""
-    return torch.promote_types(x.dtype, torch.float32)
+    return sums_dtype(x.dtype) if isinstance(into, Tensor) or into else x.dtype
 
 
 def weight_gradient(dy: Tensor, x: Tensor, into: Into) -> Tensor | None:
@@ -170,7 +161,7 @@ def weight_gradient(dy: Tensor, x: Tensor, into: Into) -> Tensor | None:
     if isinstance(into, Tensor):
         primitives.wgrad_accumulate_(into, dy, x)
         return None
-    if not into or x.dtype == _dtype_of_sums(x):
+    if not into or x.dtype == sums_dtype(x.dtype):
         return primitives.wgrad(dy, x)
     summing = WeightGradient(into)
     summing.add(dy, x)
@@ -186,7 +177,7 @@ class WeightGradient:
 
     def add(self, dy: Tensor, x: Tensor) -> None:
         if self._sum is None:
-            dtype = _dtype_of_sums(x)
+            dtype = sums_dtype(x.dtype)
             if isinstance(self._into, Tensor) and self._into.dtype == dtype:
                 self._sum = self._into
             else:

@@ -1,18 +1,16 @@
-"""A linear layer with an activation, act(x Wᵀ + b), as one differentiable operator.
+"""A linear layer, x Wᵀ + b, as one differentiable operator; with an activation it is a unit: see `local.mlp`.
 
 T tokens, K in_features, N out_features:
 
     x    (T, K)      weight  (N, K)      bias  (N,)
 
-    forward   z = x weightᵀ + bias,  y = act(z)       one kernel
-    dz        dy * act'(z)
-    dgrad     dx = dz weight
-    wgrad     dw = dzᵀ x
-    dbias     db = dz.sum(0)
+    forward   y = x weightᵀ + bias
+    dgrad     dx = dy weight
+    wgrad     dw = dyᵀ x
+    dbias     db = dy.sum(0)
 
-Saved for backward: x, weight, and z where there is an activation; what no gradient needs is not saved. As a
-second output z stays connected with the inputs: second derivatives come back to backward as dz. Where torch
-computes, these are torch's own operators, which save the same, and whose products have the same bits.
+Saved for backward: x and weight, unless no gradient needs them. Where torch computes, these are torch's own
+operators, which save the same, and whose products have the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tpkernels.dispatch import primitives
-from tpkernels.kernels.activations import Activation, act_grad_ref, act_ref, require_activation
+from tpkernels.kernels.activations import Activation, act_ref, require_activation
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.inputs import (
@@ -31,7 +29,6 @@ from tpkernels.ops.inputs import (
     autocast,
     check_linear,
     computed,
-    connected,
     features_of,
     is_casting,
     is_torchs,
@@ -39,6 +36,7 @@ from tpkernels.ops.inputs import (
     quick_linear,
     tokens_of,
 )
+from tpkernels.ops.local.mlp import unit_and_down
 from tpkernels.ops.tensor_parallel.column_linear import column
 from tpkernels.ops.tensor_parallel.parallel import ALONE, strategy_of
 
@@ -64,82 +62,40 @@ def linear(
         require_activation("linear", activation)
     elif quantize is None and is_torchs(x) and (y := quick_linear()(x, weight, bias)) is not None:
         return y
-    if (
-        quantize is None
-        and is_torchs(x)
-        and activation != "relu"  # of which torch saves the result, and its zeros are no gradients of NaN
-        # what torch takes and we refuse: vectors, integers, other devices, biases to broadcast
-        and x.dim() > 0
-        and weight.dim() == 2
-        and x.is_floating_point()
-        and weight.is_cpu
-        and (bias is None or (bias.dim() == 1 and bias.numel() == weight.size(0)))
-    ):
-        if is_casting(x):  # each time: torch would keep what it has cast until the region ends
-            x, weight, bias = autocast(x, weight, bias)
-        try:
-            z = functional.linear(tokens_of(x), weight, bias)
-        except RuntimeError:
-            check_linear("linear", x, x.shape[-1], weight, bias, ("weight", "bias"))  # in our words
-            raise
-        return like_tokens(z if activation is None else act_ref(z, activation), x)
-    if is_casting(x):
+    if is_casting(x):  # each time: torch would keep what it has cast until the region ends
         x, weight, bias = autocast(x, weight, bias)
     check_linear("linear", x, features_of("linear", x), weight, bias, ("weight", "bias"))
     tokens = tokens_of(x)
     if quantize is not None:
         fp8 = strategy_of("linear", ALONE, quantize, x)
         (y,) = column("linear", tokens, [weight], [bias], [None], ALONE, fp8, activation or "none")
-        return like_tokens(y, x)
-    if activation is None or activation == "none":  # also over each argument
+    elif is_torchs(x) and activation != "relu":  # of which torch saves y, whose zeros are no gradients of NaN
+        z = functional.linear(tokens, weight, bias)
+        y = z if activation is None else act_ref(z, activation)
+    elif activation is None or activation == "none":  # also over each argument
         y = computed(_Linear, tokens, weight, bias)
     else:
-        y, _ = computed(_Linear, tokens, weight, bias, activation)
+        y = unit_and_down(activation, tokens, None, weight, bias, None, None)
     return like_tokens(y, x)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Context,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: Activation = "none",
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
-        y, z = primitives.linear(
-            x, weight, bias, activation, activation != "none" and any(ctx.needs_input_grad)
-        )
-        needs_dx, needs_dw, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None, z)
-        ctx.activation = activation
-        if activation == "none":
-            return y
-        ctx.set_materialize_grads(False)  # z has a gradient in second derivatives only
-        return y, connected(z)
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        needs_dx, needs_dw, _ = ctx.needs_input_grad[:3]
+        ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
+        return primitives.linear(x, weight, bias, "none", False)[0]
 
     @staticmethod
-    def spmd_typecheck(
-        *, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation = "none"
-    ) -> spmd_rules.Typed:
-        y = spmd_rules.einsum("tk,nk,n->tn", x, weight, bias)
-        return y if activation == "none" else (y, y)
+    def spmd_typecheck(*, x: Tensor, weight: Tensor, bias: Tensor | None) -> spmd_rules.Typed:
+        return spmd_rules.einsum("tk,nk,n->tn", x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Context, dy: Tensor | None, dz_too: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """dz_too: the gradient of z, which only a second derivative has"""
-        x, weight, z = ctx.saved_tensors
-        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
-        if dy is None:
-            if dz_too is None:
-                return None, None, None, None
-            dy = torch.zeros_like(dz_too)
-        dz = dy if z is None else act_grad_ref(dy, z, ctx.activation)
-        if dz_too is not None:
-            dz = dz + dz_too
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad
         return (
-            primitives.dgrad(dz, weight) if needs_dx else None,
-            primitives.wgrad(dz, x) if needs_dw else None,
-            as_dtype(primitives.bias_grad(dz), dz.dtype) if needs_db else None,
-            None,
+            primitives.dgrad(dy, weight) if needs_dx else None,
+            primitives.wgrad(dy, x) if needs_dw else None,
+            as_dtype(primitives.bias_grad(dy), dy.dtype) if needs_db else None,
         )

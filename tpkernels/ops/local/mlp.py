@@ -1,29 +1,29 @@
-"""Up-projection, activation or gated unit, and down-projection as one differentiable operator.
+"""A unit (an activation of one product, or a gate of two) and an MLP, as differentiable operators.
 
 T tokens, K features in, F features between, N features out:
 
     x    (T, K)      w_up, w_gate  (F, K)      b_up  (F,)      w_down  (N, F)      b_down  (N,)
 
-    forward   z = x w_upᵀ + b_up,  h = act(z),  y = h w_downᵀ + b_down      two kernels
-    backward  dz = (dy w_down) * act'(z),  db_up = dz.sum(0)                one kernel: dh is never written
-              dw_down = dyᵀ act(z),  db_down = dy.sum(0)
+    unit      z = x w_upᵀ + b_up,  h = act(z)                       one kernel
+    dz        dh * act'(z),  db_up = dz.sum(0)
               dx = dz w_up,  dw_up = dzᵀ x
-
-Saved for backward: x, z and both weights; h is computed again from z. As a second output z stays connected
-with the inputs: second derivatives come back to backward as dz. With w_gate instead:
-
-    forward   g = x w_gateᵀ,  u = x w_upᵀ,  h = f(g) * u,  y = h w_downᵀ + b_down       two kernels
-    backward  dh = dy w_down,  dg = dh * u * f'(g),  du = dh * f(g),  h again           one kernel
-              dw_down = dyᵀ h,  db_down = dy.sum(0)
+    gated     g = x w_gateᵀ,  u = x w_upᵀ,  h = f(g) * u            one kernel, two accumulators
+    dg, du    dh * u * f'(g),  dh * f(g)
               dx = dg w_gate + du w_up,  dw_gate = dgᵀ x,  dw_up = duᵀ x
+    MLP       y = h w_downᵀ + b_down
+              dz, or dg, du and h, from dh = dy w_down              one kernel: dh is never written
+              dw_down = dyᵀ h,  db_down = dy.sum(0)
 
-Saved for backward: x, g, u and the weights; h is emitted again with dg and du.
+Saved for backward: what gradients need of x and the weights, and z, or g and u; h is computed again. As
+further outputs z, or g and u, stay connected with the inputs: second derivatives come back to backward as
+their gradients.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from tpkernels.dispatch import primitives
 from tpkernels.kernels.activations import Activation, Glu, act_ref, require_activation, require_glu
@@ -32,19 +32,46 @@ from tpkernels.ops import spmd_rules
 from tpkernels.ops.inputs import (
     Context,
     any_requires_grad,
+    apply,
     as_dtype,
     autocast,
     check_linear,
     computed,
-    connected,
     features_of,
     is_casting,
     like_tokens,
     tokens_of,
 )
-from tpkernels.ops.local.swiglu import check_gated, gate_and_up, input_and_weight_gradients
+from tpkernels.ops.matmul import gradient_sum
+from tpkernels.ops.quantized.products import between, between_gradients
+from tpkernels.ops.tensor_parallel.column_linear import column
 from tpkernels.ops.tensor_parallel.parallel import ALONE, strategy_of
 from tpkernels.ops.tensor_parallel.parallel_mlp import up_and_down
+
+
+def swiglu(
+    x: Tensor, w_gate: Tensor, w_up: Tensor, *, kind: Glu = "swiglu", quantize: Recipe | None = None
+) -> Tensor:
+    """Compute silu(x w_gateᵀ) * (x w_upᵀ), or with gelu for silu.
+
+    Within an MLP use `mlp`, whose down-projection computes the gradients of both products as it computes dh.
+
+    x: (..., in_features)
+    w_gate, w_up: (out_features, in_features)
+    kind: swiglu, geglu or geglu_tanh
+    quantize: compute it in fp8
+    returns: (..., out_features)
+    """
+    require_glu("swiglu", kind)
+    if is_casting(x):
+        x, w_gate, w_up = autocast(x, w_gate, w_up)
+    _check_gated("swiglu", x, w_gate, w_up)
+    tokens = tokens_of(x)
+    if quantize is not None:
+        fp8, none = strategy_of("swiglu", ALONE, quantize, x), [None] * 2
+        u, g = column("swiglu", tokens, [w_up, w_gate], none, none, ALONE, fp8, "none")
+        return like_tokens(apply(_Gate, u, g, kind), x)
+    return like_tokens(unit_and_down(kind, tokens, w_gate, w_up, None, None, None), x)
 
 
 def mlp(
@@ -69,138 +96,142 @@ def mlp(
     quantize: compute it in fp8
     returns: (..., out_features)
     """
-    if w_gate is not None:
+    if w_gate is None:
+        unit = activation or "gelu_tanh"
+        require_activation("mlp", unit)
+    else:
         if b_up is not None:
             raise ValueError("mlp: expected no b_up with w_gate, a gated unit has no biases; pass None")
-        kind = activation or "swiglu"
-        return _gated_mlp(x, w_gate, w_up, w_down, b_down, kind=kind, quantize=quantize)
-    activation = activation or "gelu_tanh"
-    require_activation("mlp", activation)
+        unit = activation or "swiglu"
+        require_glu("mlp", unit)
     if is_casting(x):
-        x, w_up, b_up, w_down, b_down = autocast(x, w_up, b_up, w_down, b_down)
-    check_linear("mlp", x, features_of("mlp", x), w_up, b_up, ("w_up", "b_up"))
+        x, w_up, b_up, w_down, b_down, w_gate = autocast(x, w_up, b_up, w_down, b_down, w_gate)
+    if w_gate is None:
+        check_linear("mlp", x, features_of("mlp", x), w_up, b_up, ("w_up", "b_up"))
+    else:
+        _check_gated("mlp", x, w_gate, w_up)
     check_linear("mlp", x, w_up.shape[0], w_down, b_down, ("w_down", "b_down"))
     if quantize is not None:
-        fp8, none = strategy_of("mlp", ALONE, quantize, x), [None] * 2
-        y = up_and_down("mlp", tokens_of(x), [w_up], b_up, w_down, b_down, none, ALONE, fp8, activation)
+        fp8, ups = strategy_of("mlp", ALONE, quantize, x), [w_up] if w_gate is None else [w_up, w_gate]
+        none = [None] * (1 + len(ups))
+        y = up_and_down("mlp", tokens_of(x), ups, b_up, w_down, b_down, none, ALONE, fp8, unit)
         return like_tokens(y, x)
-    keep_z = any_requires_grad(x, w_up, b_up, w_down, b_down)
-    y, _ = computed(_Mlp, tokens_of(x), w_up, b_up, w_down, b_down, activation, keep_z)
-    return like_tokens(y, x)
+    return like_tokens(unit_and_down(unit, tokens_of(x), w_gate, w_up, b_up, w_down, b_down), x)
 
 
-class _Mlp(torch.autograd.Function):
+def _check_gated(op: str, x: Tensor, w_gate: Tensor, w_up: Tensor) -> None:
+    """Raise unless both weights fit x and have one shape."""
+    check_linear(op, x, features_of(op, x), w_gate, None, ("w_gate", ""))
+    check_linear(op, x, features_of(op, x), w_up, None, ("w_up", ""))
+    if w_gate.shape != w_up.shape:
+        raise ValueError(
+            f"{op}: expected w_gate and w_up of one shape, got {tuple(w_gate.shape)} and {tuple(w_up.shape)}"
+        )
+
+
+def unit_and_down(unit: Activation | Glu, *tensors: Tensor | None) -> Tensor:
+    """Compute a unit, or an MLP.
+
+    tensors: x (tokens, features), w_gate, w_up, b_up, w_down, b_down; without w_down the result is h
+    """
+    y: Tensor
+    y, *_ = computed(_UnitAndDown, unit, any_requires_grad(*tensors), *tensors)
+    return y
+
+
+class _UnitAndDown(torch.autograd.Function):
+    """zs: z, or with w_gate g and u"""
+
     @staticmethod
     def forward(
         ctx: Context,
+        unit: Activation | Glu,
+        keep_zs: bool,
         x: Tensor,
+        w_gate: Tensor | None,
         w_up: Tensor,
         b_up: Tensor | None,
-        w_down: Tensor,
+        w_down: Tensor | None,
         b_down: Tensor | None,
-        activation: Activation,
-        keep_z: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        h, z = primitives.linear(x, w_up, b_up, activation, keep_z)
-        y, _ = primitives.linear(h, w_down, b_down, "none", False)
-        ctx.save_for_backward(x, w_up, w_down, z)
-        ctx.set_materialize_grads(False)  # z has a gradient in second derivatives only
-        ctx.activation = activation
-        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (b_up, b_down)]
-        return y, connected(z)
+    ) -> tuple[Tensor | None, ...]:
+        if w_gate is None:
+            y, *zs = primitives.linear(x, w_up, b_up, unit, keep_zs)  # type: ignore[arg-type]
+        else:
+            y, *zs = primitives.glu(x, w_gate, w_up, unit, keep_zs)  # type: ignore[arg-type]
+        if w_down is not None:
+            y, _ = primitives.linear(y, w_down, b_down, "none", False)
+        _, _, needs_dx, needs_dw_gate, needs_dw_up, *_ = ctx.needs_input_grad
+        kept = x if needs_dw_gate or needs_dw_up else None, *((w_gate, w_up) if needs_dx else (None, None))
+        ctx.save_for_backward(*kept, w_down, *zs)
+        ctx.set_materialize_grads(False)  # zs have gradients in second derivatives only
+        ctx.unit = unit
+        # compiled code has no second derivatives, and would add the zeros that stand for gradients of zs
+        return y, *(None if is_compiling() else z for z in zs)
 
     @staticmethod
     def spmd_typecheck(
-        *, x: Tensor, w_up: Tensor, b_up: Tensor | None, w_down: Tensor, b_down: Tensor | None
-    ) -> spmd_rules.Typed:
-        z = spmd_rules.einsum("tk,nk,n->tn", x, w_up, b_up)
-        return spmd_rules.einsum("tn,kn,k->tk", z, w_down, b_down), z
-
-    @staticmethod
-    def backward(ctx: Context, dy: Tensor | None, dz_too: Tensor | None) -> tuple[Tensor | None, ...]:
-        """dz_too: the gradient of z, which only a second derivative has"""
-        x, w_up, w_down, z = ctx.saved_tensors
-        needs_dx, needs_dw_up, needs_db_up, needs_dw_down, needs_db_down, *_ = ctx.needs_input_grad
-        dx = dw_up = db_up = dw_down = db_down = None
-        if dy is None:
-            if dz_too is None:
-                return (None,) * 7
-            dy = dz_too.new_zeros(dz_too.shape[0], w_down.shape[0])
-        if needs_dx or needs_dw_up or needs_db_up:
-            dz, db = primitives.dgrad_act(dy, w_down, z, ctx.activation, needs_db_up)
-            if dz_too is not None:
-                dz = dz + dz_too
-                db = primitives.bias_grad(dz) if needs_db_up else None
-            dx = primitives.dgrad(dz, w_up) if needs_dx else None
-            dw_up = primitives.wgrad(dz, x) if needs_dw_up else None
-            db_up = None if db is None else as_dtype(db, ctx.bias_dtypes[0])
-        if needs_dw_down:
-            dw_down = primitives.wgrad(dy, act_ref(z, ctx.activation))
-        if needs_db_down:
-            db_down = as_dtype(primitives.bias_grad(dy), ctx.bias_dtypes[1])
-        return dx, dw_up, db_up, dw_down, db_down, None, None
-
-
-def _gated_mlp(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_down: Tensor | None,
-    *,
-    kind: Activation | Glu,
-    quantize: Recipe | None,
-) -> Tensor:
-    """Compute (f(x w_gateᵀ) * (x w_upᵀ)) w_downᵀ + b_down, with the activation f of `kind`."""
-    require_glu("mlp", kind)
-    if is_casting(x):
-        x, w_gate, w_up, w_down, b_down = autocast(x, w_gate, w_up, w_down, b_down)
-    check_gated("mlp", x, w_gate, w_up)
-    check_linear("mlp", x, w_up.shape[0], w_down, b_down, ("w_down", "b_down"))
-    if quantize is not None:
-        ups, none, fp8 = [w_up, w_gate], [None] * 3, strategy_of("mlp", ALONE, quantize, x)
-        y = up_and_down("mlp", tokens_of(x), ups, None, w_down, b_down, none, ALONE, fp8, kind)
-        return like_tokens(y, x)
-    keep_gu = any_requires_grad(x, w_gate, w_up, w_down, b_down)
-    return like_tokens(computed(_GatedMlp, tokens_of(x), w_gate, w_up, w_down, b_down, kind, keep_gu), x)
-
-
-class _GatedMlp(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Context,
+        *,
         x: Tensor,
-        w_gate: Tensor,
+        w_gate: Tensor | None,
         w_up: Tensor,
-        w_down: Tensor,
+        b_up: Tensor | None,
+        w_down: Tensor | None,
         b_down: Tensor | None,
-        kind: Glu,
-        keep_gu: bool,
-    ) -> Tensor:
-        h, g, u = primitives.glu(x, w_gate, w_up, kind, keep_gu)
-        y, _ = primitives.linear(h, w_down, b_down, "none", False)
-        ctx.save_for_backward(x, w_gate, w_up, w_down, g, u)
+    ) -> tuple[spmd_rules.Typed, ...]:
+        ups = [w_up] if w_gate is None else [w_gate, w_up]
+        zs = [spmd_rules.einsum("tk,nk,n->tn", x, up, b_up) for up in ups]
+        h = zs[0] if len(zs) == 1 else spmd_rules.einsum("tn,tn->tn", *zs)
+        return h if w_down is None else spmd_rules.einsum("tn,kn,k->tk", h, w_down, b_down), *zs
+
+    @staticmethod
+    def backward(ctx: Context, dy: Tensor | None, *dzs_too: Tensor | None) -> tuple[Tensor | None, ...]:
+        """dzs_too: the gradients of zs, which only a second derivative has"""
+        (x, w_gate, w_up, w_down, *zs), unit = ctx.saved_tensors, ctx.unit
+        *_, needs_dx, needs_dw_gate, needs_dw_up, needs_db_up, needs_dw_down, needs_db_down = (
+            ctx.needs_input_grad
+        )
+        if dy is None:
+            if all(dz is None for dz in dzs_too):
+                return (None,) * 8
+            dy = zs[0].new_zeros(zs[0].shape[0], zs[0].shape[1] if w_down is None else w_down.shape[0])
+        needs_dzs = needs_dx or needs_dw_gate or needs_dw_up or needs_db_up
+        dx = dw_gate = dw_up = db_up = dw_down = h = None
+        if w_down is None:
+            dzs = between_gradients(dy, zs[::-1], unit)[::-1]
+        elif len(zs) == 2 and (needs_dzs or needs_dw_down):
+            *dzs, h = primitives.dglu(dy, w_down, zs[0], zs[1], unit)
+        elif needs_dzs:
+            *dzs, db_up = primitives.dgrad_act(dy, w_down, zs[0], unit, needs_db_up)
+        if needs_dzs:
+            if any(dz is not None for dz in dzs_too):
+                dzs = [dz if too is None else dz + too for dz, too in zip(dzs, dzs_too, strict=True)]
+                db_up = None
+            if needs_dx:
+                ups = [w_up] if len(zs) == 1 else [w_gate, w_up]
+                dx = gradient_sum([*zip(dzs, ups, strict=True)])
+            dw_gate = primitives.wgrad(dzs[0], x) if needs_dw_gate else None
+            dw_up = primitives.wgrad(dzs[-1], x) if needs_dw_up else None
+            if needs_db_up:
+                db_up = as_dtype(primitives.bias_grad(dzs[-1]) if db_up is None else db_up, dy.dtype)
+        if needs_dw_down:
+            dw_down = primitives.wgrad(dy, act_ref(zs[0], unit) if h is None else h)
+        db_down = as_dtype(primitives.bias_grad(dy), dy.dtype) if needs_db_down else None
+        return None, None, dx, dw_gate, dw_up, db_up, dw_down, db_down
+
+
+class _Gate(torch.autograd.Function):
+    """The gate f(g) * u of two products that were computed apart."""
+
+    @staticmethod
+    def forward(ctx: Context, u: Tensor, g: Tensor, kind: Glu) -> Tensor:
+        ctx.save_for_backward(u, g)
         ctx.kind = kind
-        ctx.bias_dtype = None if b_down is None else b_down.dtype
-        return y
+        return between((u, g), kind)
 
     @staticmethod
-    def spmd_typecheck(
-        *, x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, b_down: Tensor | None
-    ) -> spmd_rules.Typed:
-        h = spmd_rules.einsum("tk,nk,nk->tn", x, w_gate, w_up)
-        return spmd_rules.einsum("tn,kn,k->tk", h, w_down, b_down)
+    def spmd_typecheck(*, u: Tensor, g: Tensor) -> spmd_rules.Typed:
+        return spmd_rules.einsum("tn,tn->tn", u, g)
 
     @staticmethod
-    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w_gate, w_up, w_down, g, u = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        if torch.is_grad_enabled():
-            g, u = gate_and_up(x, w_gate, w_up)
-        dx = dw_gate = dw_up = dw_down = None
-        if any(needs[:4]):
-            dg, du, h = primitives.dglu(dy, w_down, g, u, ctx.kind)
-            dx, dw_gate, dw_up = input_and_weight_gradients(needs, x, w_gate, w_up, dg, du)
-            dw_down = primitives.wgrad(dy, h) if needs[3] else None
-        db_down = as_dtype(primitives.bias_grad(dy), ctx.bias_dtype) if needs[4] else None
-        return dx, dw_gate, dw_up, dw_down, db_down, None, None
+    def backward(ctx: Context, dh: Tensor) -> tuple[Tensor | None, ...]:
+        return *between_gradients(dh, ctx.saved_tensors, ctx.kind), None

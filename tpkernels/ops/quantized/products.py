@@ -36,7 +36,7 @@ from tpkernels.kernels.recipe import Format, Recipe
 from tpkernels.kernels.scaled import Scaled
 from tpkernels.ops.main_grad import Into, dtype_of_gradient, weight_gradient
 from tpkernels.ops.matmul import Direction, Pair, Plain, Waiting, into
-from tpkernels.ops.quantized.weights import columns_of_weight, rows_of_weight
+from tpkernels.ops.quantized.weights import quantized_weight
 
 ScaledPair = tuple[Scaled, Scaled]
 
@@ -72,7 +72,7 @@ class Quantized(Plain):
         return Scaled(rows, features, self._format(of), self._recipe.scaling)
 
     def _weight(self, weight: Tensor, transposed: bool) -> Scaled:
-        return (rows_of_weight if transposed else columns_of_weight)(weight, self._recipe)
+        return quantized_weight(weight, self._recipe, columns=not transposed)
 
     def _product_into(
         self,
@@ -125,13 +125,8 @@ class Quantized(Plain):
         """As in `Plain`; h is quantized from fp32, and never written in 16 bits."""
         zs = self.product(rows, ups, [b_up, *[None] * (len(ups) - 1)], dtype=dtype)
         scaling, power_of_two = self._recipe.scaling, self._recipe.power_of_two
-        if unit in GATE_OF:
-            u, g = zs
-            f = GATE_OF[cast("Glu", unit)]
-            words = primitives.quantize(g, u, f, "e4m3", scaling, power_of_two, False)
-        else:
-            f = cast("Activation", unit)
-            words = primitives.quantize(zs[0], None, f, "e4m3", scaling, power_of_two, False)
+        u, z, f = _gated(zs, unit)
+        words = primitives.quantize(z, u, f, "e4m3", scaling, power_of_two, False)
         return words, zs if keep else []
 
     def unit_gradients(
@@ -152,20 +147,23 @@ class Quantized(Plain):
         return h, dzs, self.bias_grad(dzs[0], split=True) if needs_db else None
 
 
+def _gated(zs: Sequence[Tensor], unit: Activation | Glu) -> tuple[Tensor | None, Tensor, Activation]:
+    """Return u, or None without a gate; the argument of the activation, and the activation."""
+    if unit in GATE_OF:
+        return zs[0], zs[1], GATE_OF[cast("Glu", unit)]
+    return None, zs[0], cast("Activation", unit)
+
+
 def between(zs: Sequence[Tensor], unit: Activation | Glu) -> Tensor:
     """Compute h of z, or of u and g."""
-    if unit in GATE_OF:
-        u, g = zs
-        return act_ref(g, GATE_OF[cast("Glu", unit)]) * u
-    return act_ref(zs[0], cast("Activation", unit))
+    u, z, f = _gated(zs, unit)
+    return act_ref(z, f) if u is None else act_ref(z, f) * u
 
 
 def between_gradients(dh: Tensor, zs: Sequence[Tensor], unit: Activation | Glu) -> list[Tensor]:
     """Compute dz of z, or du and dg."""
-    if unit in GATE_OF:
-        (u, g), activation = zs, GATE_OF[cast("Glu", unit)]
-        return [dh * act_ref(g, activation), act_grad_ref(dh * u, g, activation)]
-    return [act_grad_ref(dh, zs[0], cast("Activation", unit))]
+    u, z, f = _gated(zs, unit)
+    return [act_grad_ref(dh, z, f)] if u is None else [dh * act_ref(z, f), act_grad_ref(dh * u, z, f)]
 
 
 def _sum_of_rows(pairs: Sequence[ScaledPair], dtype: torch.dtype, fast: bool, rows: slice) -> Tensor:

@@ -74,16 +74,13 @@ def reuse_quantized_weights() -> Iterator[None]:
         _kept.close()
 
 
-def rows_of_weight(weight: Tensor, recipe: Recipe) -> Scaled:
-    """Quantize a weight along its rows, as forward takes it: (out_features, in_features)."""
-    words = _kept.words(weight, recipe, transposed=False)
-    return Scaled(words, weight.shape[1], "e4m3", recipe.scaling)
+def quantized_weight(weight: Tensor, recipe: Recipe, *, columns: bool) -> Scaled:
+    """Quantize a weight (out_features, in_features) along its rows, as forward takes it.
 
-
-def columns_of_weight(weight: Tensor, recipe: Recipe) -> Scaled:
-    """Quantize a weight along its columns, as dgrad takes it: (in_features, out_features)."""
-    words = _kept.words(weight, recipe, transposed=True)
-    return Scaled(words, weight.shape[0], "e4m3", recipe.scaling)
+    columns: along its columns, as dgrad takes it: (in_features, out_features)
+    """
+    words = _kept.words(weight, recipe, transposed=columns)
+    return Scaled(words, weight.shape[0 if columns else 1], "e4m3", recipe.scaling)
 
 
 def _quantized(weight: Tensor, recipe: Recipe, transposed: bool) -> Tensor:

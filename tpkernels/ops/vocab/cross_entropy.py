@@ -20,9 +20,9 @@ Saved for backward: logits_shard, and three numbers a token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,9 +122,10 @@ class _VocabCrossEntropy(torch.autograd.Function):
         overwrite_logits: bool,
     ) -> Tensor:
         ctx.options, ctx.tp, ctx.overwrite = options, tp, overwrite_logits
-        loss, *saved = _token_losses(logits, target, *options[:4], tp=tp, matmul=PLAIN)
+        given = options.results
+        loss, *known = _token_losses(logits, target, *options, tp=tp, matmul=PLAIN, given=given)
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(logits, *saved)
+            ctx.save_for_backward(logits, *known)
         return loss  # type: ignore[no-any-return]
 
     @staticmethod
@@ -134,14 +135,14 @@ class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_order(OP)
     def backward(ctx: Context, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        logits, target, maximum, total = ctx.saved_tensors
+        logits, *known = ctx.saved_tensors
         if ctx.overwrite and not torch.compiler.is_compiling():
             losses = sharded_loss(ctx.options, logits.shape[1], ctx.tp)
             with ctx.tp.call:
-                dlogits = losses.gradient(logits, Known(target, maximum, total), dloss, in_place=True)
+                dlogits = losses.gradient(logits, Known(*known), dloss, in_place=True)
             increment_version(logits)  # autograd raises if anything else saved them for its backward
         else:
-            arguments = logits, target, maximum, total, dloss, *ctx.options[:4]
+            arguments = logits, dloss, *known, *ctx.options
             (dlogits,) = _logits_gradient(*arguments, tp=ctx.tp, matmul=PLAIN)
         return dlogits, None, None, None, None
 
@@ -161,6 +162,11 @@ class LossOptions(NamedTuple):
     scale: float | None = None
     chunk_tokens: int | None = None
     top_k: int | None = None
+
+    @property
+    def results(self) -> tuple[bool, ...]:
+        """Which results there are: the loss of each target, and what is in `Known`."""
+        return True, True, True, True, self.scale is not None, self.top_k is not None
 
 
 class Known(NamedTuple):
@@ -189,41 +195,42 @@ class Known(NamedTuple):
         return (self.total.log() - self.mean).masked_fill(row_targets(self.target) == IGNORED, 0)
 
 
+How = tuple[LossOptions, TensorParallel, Plain]
+
+
 @dataclass(frozen=True)
 class ShardedLoss:
     """Losses of rows of logits over all ranks, and the gradients of this rank's columns."""
 
-    op: str
+    options: LossOptions
     shard: VocabShard
-    label_smoothing: float
-    ignore_index: int
-    scale: float | None
 
     @property
     def smoothing(self) -> float:
         """Label smoothing as in Megatron, where the K - 1 other ids alone share it."""
-        ids = self.shard.size
-        return self.label_smoothing * ids / (ids - 1) if self.label_smoothing else 0.0
+        given, ids = self.options.label_smoothing, self.shard.size
+        return given * ids / (ids - 1) if given else 0.0
 
     def counted(self, target: Tensor) -> Tensor:
         """Replace ignored targets by IGNORED; raise if a target is no id."""
-        all_inside = require_in_vocabulary(self.op, "target", target, self.shard, self.ignore_index)
-        if all_inside and not 0 <= self.ignore_index < self.shard.size:
+        ignored = self.options.ignore_index
+        all_inside = require_in_vocabulary(self.options.op, "target", target, self.shard, ignored)
+        if all_inside and not 0 <= ignored < self.shard.size:
             return target.clone()  # an operator gives back none of its inputs
-        return torch.where(target == self.ignore_index, IGNORED, target)
+        return torch.where(target == ignored, IGNORED, target)
 
     def of_rows(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Known]:
         """Compute the loss of each target. target: (rows,), or (rows, n): several of each row"""
-        shard, s, scale = self.shard, self.smoothing, self.scale
+        (op, _, _, ignored, scale, *_), shard, s = self.options, self.shard, self.smoothing
         if self._is_plain(logits, target):
             loss, maximum, total = _of_full_rows(logits, target, in_place=False)
             return loss, Known(target, maximum, total)
         fourth = bool(s) or scale is not None  # an unsmoothed loss needs no Σ x
-        found = [self._statistics(part, part.of(logits, 1), target, fourth) for part in shard.segments]
+        found = [self._statistics(part, part.of(logits), target, fourth) for part in shard.segments]
         ours = found[0] if len(found) == 1 else torch.cat(found)
-        what = f"statistics (label_smoothing {s:g}, ignore_index {self.ignore_index}, {shard.size} ids"
+        what = f"statistics (label_smoothing {s:g}, ignore_index {ignored}, {shard.size} ids"
         what += ")" if scale is None else f", scale {scale:g})"
-        everybody = shard.tp.gather_numbers(self.op, what, ours)
+        everybody = shard.tp.gather_numbers(op, what, ours)
         parts, targets = len(found) * shard.tp.ranks, 1 if target.ndim == 1 else target.shape[1]
         everybody = everybody.view(parts, 2 + targets + fourth, len(target))
         (maxima, totals), picked = everybody[:, :2].unbind(1), everybody[:, 2 : 2 + targets]
@@ -243,13 +250,14 @@ class ShardedLoss:
     def _statistics(self, part: VocabSegment, x: Tensor, target: Tensor, fourth: bool) -> Tensor:
         """maximum, total, the logit of each target and what else is needed of each row: (numbers, rows)"""
         where = part.columns, part.first_id
-        found = vocabulary.softmax_statistics(x, row_targets(target), *where, self.scale)
+        scale = self.options.scale
+        found = vocabulary.softmax_statistics(x, row_targets(target), *where, scale)
         if target.ndim == 1:
             return found[: 3 + fourth]
         picked = found.new_zeros(target.shape)
         if part.columns:
             column, ours = column_of(target, *where)
-            picked = torch.where(ours, x.gather(1, column).to(picked.dtype) * (self.scale or 1.0), picked)
+            picked = torch.where(ours, x.gather(1, column).to(picked.dtype) * (scale or 1.0), picked)
         return torch.cat([found[:2], picked.t(), found[3 : 3 + fourth]])
 
     def with_gradient(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Known]:
@@ -263,10 +271,9 @@ class ShardedLoss:
 
     def _is_plain(self, logits: Tensor, target: Tensor) -> bool:
         """Whether one rank has all columns, none is padding, and torch computes a loss and nothing else."""
-        alone = self.shard.tp.ranks == 1 and not (self.label_smoothing or self.shard.tp.segments)
-        if self.scale is not None or target.ndim > 1:
-            return False
-        return alone and 0 < self.shard.size == logits.shape[1] and is_torchs(logits)
+        (_, _, smoothing, _, scale, *_), tp = self.options, self.shard.tp
+        alone = tp.ranks == 1 and 0 < self.shard.size == logits.shape[1] and not tp.segments
+        return alone and not smoothing and scale is None and target.ndim == 1 and is_torchs(logits)
 
     def gradient(
         self,
@@ -279,20 +286,16 @@ class ShardedLoss:
     ) -> Tensor:
         """Compute the gradient of the logits; in their memory if `in_place`."""
         target, maximum, total, mean, _ = known
-        size, s, dloss = self.shard.size, self.smoothing, dloss.to(total.dtype).contiguous()
-        if self._is_plain(logits, target) and logits.dtype == total.dtype:
-            out = logits if in_place else torch.empty_like(logits)
-            return _gradient_of_full_rows(out, logits, target, maximum, total, dloss)
-        if self.scale is not None:
-            dloss = dloss * self.scale
-            dentropy = torch.zeros_like(total) if dentropy is None else dentropy.to(total.dtype) * self.scale
-        else:
-            dentropy = None
+        size, s, scale = self.shard.size, self.smoothing, self.options.scale
+        dloss = dloss.to(total.dtype).contiguous()
+        if scale is not None:
+            dloss = dloss * scale
+            dentropy = torch.zeros_like(total) if dentropy is None else dentropy.to(total.dtype) * scale
         of_targets = dloss
         if target.ndim > 1:
             of_targets = dloss.masked_fill(target == IGNORED, 0)
             dloss = of_targets.sum(1)
-        rows, entropy = row_targets(target), (self.scale, mean, dentropy)
+        rows, entropy = row_targets(target), (scale, mean, dentropy)
 
         def of_columns(x: Tensor, columns: int, first_id: int, in_place: bool) -> Tensor:
             return vocabulary.cross_entropy_grad(
@@ -310,12 +313,12 @@ class ShardedLoss:
             near -= _sum_of_equal(target, column + part.first_id, of_targets, x.shape[1])
             return dx.scatter_(1, column, near.to(dx.dtype))
 
+        parts = self.shard.segments
         if not self.shard.tp.segments:
-            (whole,) = self.shard.segments
-            return of_part(whole, logits, in_place)
+            return of_part(parts[0], logits, in_place)
         dlogits = logits if in_place else torch.empty_like(logits)
-        for part in self.shard.segments:
-            part.view_of(dlogits, 1).copy_(of_part(part, part.of(logits, 1), False))
+        for part, out in zip(parts, dlogits.tensor_split(len(parts), 1), strict=True):
+            out.copy_(of_part(part, part.of(logits), False))
         return dlogits
 
 
@@ -341,16 +344,6 @@ def _sum_of_equal(target: Tensor, ids: Tensor, values: Tensor, width: int) -> Te
     return found
 
 
-def _blocks(*tensors: Tensor) -> Iterator[list[Tensor]]:
-    """Split tensors into as many rows as the cache holds of the first."""
-    rows = max(1, IN_CACHE // tensors[0].shape[1])
-    if rows >= len(tensors[0]):
-        yield list(tensors)
-        return
-    for start in range(0, len(tensors[0]), rows):
-        yield [tensor[start : start + rows] for tensor in tensors]
-
-
 def _of_full_rows(logits: Tensor, target: Tensor, *, in_place: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Compute (loss, maximum, total) of each row.
 
@@ -359,34 +352,19 @@ def _of_full_rows(logits: Tensor, target: Tensor, *, in_place: bool) -> tuple[Te
     index, dtype = target.long().clamp_min(0)[:, None], sums_dtype(logits.dtype)
     picked = logits.gather(1, index)
     maxima, totals, scratch = [], [], None
-    for (x,) in _blocks(logits):
+    for x in logits.split(max(1, IN_CACHE // logits.shape[1])):
         maxima.append(x.amax(1, keepdim=True).to(dtype))
         if scratch is None and not in_place:
             scratch = torch.empty_like(x, dtype=dtype)
         out = x if scratch is None else scratch[: len(x)]
         totals.append(torch.sub(x, maxima[-1], out=out).exp_().sum(1, keepdim=True))
     maximum, total = (each[0] if len(each) == 1 else torch.cat(each) for each in (maxima, totals))
-    if in_place:
-        _subtract_targets_(logits.mul_(total.reciprocal()), target, index, torch.ones_like(total))
-    loss = (total.log() + (maximum - picked))[:, 0].masked_fill(target == IGNORED, 0)
+    ignored = target == IGNORED
+    if in_place:  # the gradient of ignored rows, whose logits may be anything, is zero
+        logits.mul_(total.reciprocal()).scatter_add_(1, index, -torch.ones_like(total))
+        logits.index_fill_(0, ignored.nonzero()[:, 0], 0)
+    loss = (total.log() + (maximum - picked))[:, 0].masked_fill(ignored, 0)
     return loss, maximum[:, 0], total[:, 0]
-
-
-def _gradient_of_full_rows(
-    dlogits: Tensor, logits: Tensor, target: Tensor, maximum: Tensor, total: Tensor, dloss: Tensor
-) -> Tensor:
-    """Write the gradient of the logits into dlogits, which may be the logits, and return it."""
-    for out, x, most, scale in _blocks(dlogits, logits, maximum[:, None], (dloss / total)[:, None]):
-        torch.sub(x, most, out=out).exp_().mul_(scale)
-    index = target.long().clamp(0, logits.shape[1] - 1)  # of IGNORED and NOWHERE, any
-    return _subtract_targets_(dlogits, target, index[:, None], dloss[:, None])
-
-
-def _subtract_targets_(dlogits: Tensor, target: Tensor, index: Tensor, dloss: Tensor) -> Tensor:
-    """From dloss p to the gradient; that of ignored rows, whose logits may be anything, is zero."""
-    dlogits.scatter_add_(1, index, -dloss)
-    ignored = (target == IGNORED).nonzero()
-    return dlogits.index_fill_(0, ignored[:, 0], 0) if len(ignored) else dlogits
 
 
 def sharded_loss(options: LossOptions, width: int, tp: TensorParallel) -> ShardedLoss:
@@ -399,56 +377,50 @@ def sharded_loss(options: LossOptions, width: int, tp: TensorParallel) -> Sharde
         )
     if options.label_smoothing and shard.size == 1:
         raise ValueError(f"{op}: expected no label_smoothing with one id: there is no other to give it to")
-    return ShardedLoss(op, shard, options.label_smoothing, options.ignore_index, options.scale)
+    return ShardedLoss(options, shard)
 
 
-def _losses(
-    logits: Tensor,
-    target: Tensor,
-    op: str,
-    vocab_size: int | None,
-    label_smoothing: float,
-    ignore_index: int,
-    tp: TensorParallel,
-    _: Plain,
-) -> list[Tensor]:
-    """Compute (loss, target, maximum, total) of each row, with ignored targets as IGNORED."""
-    losses = sharded_loss(LossOptions(op, vocab_size, label_smoothing, ignore_index), logits.shape[1], tp)
+def unpacked(how: Sequence[Any]) -> How:
+    *options, tp, matmul = how
+    return LossOptions(*options), tp, matmul
+
+
+def empty_losses(like: Tensor, target: Tensor, options: LossOptions) -> tuple[Tensor, Known]:
+    """The loss of each target, and what else is known of it, without numbers."""
+    loss = like.new_empty(target.shape, dtype=sums_dtype(like.dtype))
+    count = 2 if options.scale is None else 3
+    known = Known(target, *(loss.new_empty(target.shape[:1]) for _ in range(count)))
+    return loss, known._replace(least=None if options.top_k is None else like.new_empty(target.shape[:1]))
+
+
+def _losses(logits: Tensor, target: Tensor, *how: Any) -> list[Tensor | None]:
+    """Compute the loss of each row, and what is in `Known`. how: the options, split and strategy"""
+    options, tp, _ = unpacked(how)
+    losses = sharded_loss(options, logits.shape[1], tp)
     loss, known = losses.of_rows(logits, losses.counted(target))
-    return [loss, known.target, known.maximum, known.total]
+    return [loss, *known]
 
 
-def _losses_shape(logits: Tensor, target: Tensor, *_: object) -> list[Tensor]:
-    loss = logits.new_empty(logits.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
-    return [loss, torch.empty_like(target), torch.empty_like(loss), torch.empty_like(loss)]
+def _losses_shape(logits: Tensor, target: Tensor, *how: Any) -> list[Tensor | None]:
+    loss, known = empty_losses(logits, torch.empty_like(target), unpacked(how)[0])
+    return [loss, *known]
 
 
-def _gradient(
-    logits: Tensor,
-    target: Tensor,
-    maximum: Tensor,
-    total: Tensor,
-    dloss: Tensor,
-    op: str,
-    vocab_size: int | None,
-    label_smoothing: float,
-    ignore_index: int,
-    tp: TensorParallel,
-    _: Plain,
-) -> list[Tensor]:
-    losses = sharded_loss(LossOptions(op, vocab_size, label_smoothing, ignore_index), logits.shape[1], tp)
-    return [losses.gradient(logits, Known(target, maximum, total), dloss, in_place=False)]
+def _gradient(logits: Tensor, dloss: Tensor, *known_and_how: Any) -> list[Tensor]:
+    known, (options, tp, _) = Known(*known_and_how[:5]), unpacked(known_and_how[5:])
+    return [sharded_loss(options, logits.shape[1], tp).gradient(logits, known, dloss, in_place=False)]
 
 
 def _gradient_shape(logits: Tensor, *_: object) -> list[Tensor]:
     return [logits.new_empty(logits.shape)]
 
 
-_OPTIONS = "str op, SymInt? vocab_size, float label_smoothing, int ignore_index"
-_token_losses = SplitOperator(OP, f"Tensor logits, Tensor target, {_OPTIONS}", _losses, _losses_shape)
+KNOWN = "Tensor target, Tensor maximum, Tensor total, Tensor? mean, Tensor? least"
+OPTIONS = (
+    "str op, SymInt? vocab_size, float label_smoothing, int ignore_index, float? scale, int? chunk_tokens, "
+    "int? top_k"
+)
+_token_losses = SplitOperator(OP, f"Tensor logits, Tensor target, {OPTIONS}", _losses, _losses_shape)
 _logits_gradient = SplitOperator(
-    f"{OP}_backward",
-    f"Tensor logits, Tensor target, Tensor maximum, Tensor total, Tensor dloss, {_OPTIONS}",
-    _gradient,
-    _gradient_shape,
+    f"{OP}_backward", f"Tensor logits, Tensor dloss, {KNOWN}, {OPTIONS}", _gradient, _gradient_shape
 )

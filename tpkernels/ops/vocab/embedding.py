@@ -25,7 +25,7 @@ from tpkernels.comm.tensor_parallel import TensorParallel
 from tpkernels.comm.transports.rows import Terms
 from tpkernels.dispatch import vocabulary
 from tpkernels.ops import spmd_rules
-from tpkernels.ops.first_order import differentiated_once, first_order
+from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, computed
 from tpkernels.ops.matmul import PLAIN, Plain
 from tpkernels.ops.tensor_parallel.parallel import (
@@ -36,7 +36,6 @@ from tpkernels.ops.tensor_parallel.parallel import (
 )
 from tpkernels.ops.vocab.vocabulary import (
     VocabShard,
-    is_alone,
     require_ids,
     require_in_vocabulary,
     vocab_shard,
@@ -66,20 +65,12 @@ def vocab_embedding(
     """
     tp = split_of(OP, group, sequence_parallel, segments=tp_invariant)
     with tp.call:
-        # without features torch does not look at ids; gradients narrower than fp32 it sums as they are
-        plain = weight_shard.ndim == 2 and weight_shard.dtype in (torch.float32, torch.float64)
-        plain = plain and weight_shard.shape[1] > 0 and ids.is_cpu and (ids.ndim > 0 or not sequence_parallel)
-        if vocab_size is None and padding_idx is None and plain and is_alone(tp, weight_shard):
-            try:
-                return differentiated_once(OP, torch.embedding(weight_shard, ids))
-            except (IndexError, RuntimeError):
-                pass  # what does not fit, and ids that are none, are told below, in our words
         if weight_shard.ndim != 2 or not weight_shard.is_floating_point():
             raise ValueError(
                 f"{OP}: expected floating-point weight_shard (rows, features), got "
                 f"{tuple(weight_shard.shape)} in {weight_shard.dtype}"
             )
-        leading, (width, features) = ids.shape, weight_shard.shape
+        leading, (width, features) = list(ids.shape), weight_shard.shape
         compare_request(OP, tp, weight_shard, options=(padding_idx, vocab_size), rows=(*leading, width))
         size = vocab_shard(OP, tp, width, vocab_size).size
         if padding_idx is not None:
@@ -94,15 +85,10 @@ def vocab_embedding(
                 raise ValueError(f"{OP}: expected ids (tokens, ...) with sequence_parallel, got a single id")
             if ids.shape[0] % tp.ranks:
                 refuse_uneven(OP, ids, tp)
-        if len(leading) != 1:
-            ids = ids.reshape(-1)
-        arguments = ids.contiguous(), weight_shard, tp, size, padding_idx
-        y: Tensor = computed(_VocabEmbedding, *arguments)
-        if len(leading) == 1:
-            return y
-        if sequence_parallel:
-            return y.view(leading[0] // tp.ranks, *leading[1:], features)
-        return y.view(*leading, features)
+            leading[0] //= tp.ranks
+        ids = ids.reshape(-1).contiguous()
+        y: Tensor = computed(_VocabEmbedding, ids, weight_shard, tp, size, padding_idx)
+        return y if len(leading) == 1 else y.view(*leading, features)
 
 
 class _VocabEmbedding(torch.autograd.Function):

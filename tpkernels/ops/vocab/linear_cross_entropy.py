@@ -36,7 +36,7 @@ log-probabilities hidden, weight_shard, n targets and three numbers a token, or 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 import torch
@@ -45,6 +45,7 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.comm.tensor_parallel import TensorParallel
 from tpkernels.comm.transports.rows import Gather
+from tpkernels.dispatch.products import sums_dtype
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
@@ -68,7 +69,18 @@ from tpkernels.ops.tensor_parallel.parallel import (
     split_of,
     strategy_of,
 )
-from tpkernels.ops.vocab.cross_entropy import IGNORED, NOWHERE, Known, LossOptions, sharded_loss
+from tpkernels.ops.vocab.cross_entropy import (
+    IGNORED,
+    KNOWN,
+    NOWHERE,
+    OPTIONS,
+    How,
+    Known,
+    LossOptions,
+    empty_losses,
+    sharded_loss,
+    unpacked,
+)
 from tpkernels.ops.vocab.partial_gradients import PartialGradients, sum_over_ranks, terms_dtype
 from tpkernels.ops.vocab.sampling import kth_largest
 from tpkernels.ops.vocab.vocabulary import require_ids
@@ -234,9 +246,6 @@ def _check_target(
     return rows
 
 
-How = tuple[LossOptions, TensorParallel, Plain]
-
-
 class _ReducedLoss(torch.autograd.Function):
     """Losses that weigh alike: forward computes their gradients, up to a factor."""
 
@@ -274,12 +283,14 @@ class _ReducedLoss(torch.autograd.Function):
         share, dhidden, dweight = ctx.saved_tensors
         if not all(asked_for(ctx, [ctx.main_grad], [True], 1)):
             dweight = None
-        dtype = ctx.dtype if ctx.main_grad is None else torch.promote_types(ctx.dtype, torch.float32)
-        (options, tp, matmul), given = ctx.how, (dhidden is not None, dweight is not None)
-        arguments = dloss * share, dhidden, dweight, ctx.dtype, dtype, options.op
-        with tp.call:
-            dhidden, dweight = reduced_gradients(*arguments, tp=tp, matmul=matmul, given=given)
-        return dhidden, _delivered(dweight, ctx.main_grad), *([None] * 6)
+        (options, tp, matmul), scale = ctx.how, dloss * share
+        # scaled by the gradient of the loss: fp16 holds them before the division by tokens, not after
+        if dhidden is not None:
+            with tp.call:
+                (dhidden,) = scaled_sum(dhidden, scale, ctx.dtype, options.op, tp=tp, matmul=matmul)
+        if dweight is not None:
+            dweight = _delivered(dweight * scale, ctx.dtype, ctx.main_grad)
+        return dhidden, dweight, *([None] * 6)
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -296,9 +307,9 @@ class _TokenLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         options, tp, matmul = how
         ctx.set_materialize_grads(False)
-        given = True, True, True, True, options.scale is not None, options.top_k is not None
-        found = token_losses(hidden, weight, target, *options, tp=tp, matmul=matmul, given=given)
-        loss, known = found[0], Known(*found[1:])
+        arguments = hidden, weight, target, *options
+        loss, *found = token_losses(*arguments, tp=tp, matmul=matmul, given=options.results)
+        known = Known(*found)
         ctx.op = f"{options.op} in fp8" if matmul.recipe else options.op
         ctx.how, ctx.main_grad = how, main_grad
         ctx.save_for_backward(hidden, weight, *known)
@@ -314,27 +325,24 @@ class _TokenLosses(torch.autograd.Function):
     @first_order()
     def backward(ctx: Context, dloss: Tensor | None, dentropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, *statistics = ctx.saved_tensors
-        known, wide = Known(*statistics), torch.promote_types(weight.dtype, torch.float32)
-        dtype = weight.dtype if ctx.main_grad is None else wide
+        known = Known(*statistics)
         if dloss is None:
-            dloss = torch.zeros_like(known.target, dtype=wide)
+            dloss = torch.zeros_like(known.target, dtype=sums_dtype(weight.dtype))
         needs_dhidden, needs_dweight, *_ = ctx.needs_input_grad
         (needs_dweight,) = asked_for(ctx, [ctx.main_grad], [needs_dweight], 1)
         (options, tp, matmul), given = ctx.how, (needs_dhidden, needs_dweight)
         with tp.call:
-            dhidden, dweight = token_gradients(
-                *(dloss, dentropy, hidden, weight, *known, *given, dtype, *options),
-                tp=tp,
-                matmul=matmul,
-                given=given,
-            )
-        return dhidden, _delivered(dweight, ctx.main_grad), None, None, None
+            arguments = dloss, dentropy, hidden, weight, *given, *known, *options
+            dhidden, dweight = token_gradients(*arguments, tp=tp, matmul=matmul, given=given)
+        if dweight is not None:
+            dweight = _delivered(dweight, weight.dtype, ctx.main_grad)
+        return dhidden, dweight, None, None, None
 
 
-def _delivered(dweight: Tensor | None, main_grad: Tensor | None) -> Tensor | None:
-    """Return the weight's gradient, or add it to main_grad and return None."""
-    if dweight is None or main_grad is None:
-        return dweight
+def _delivered(dweight: Tensor, dtype: torch.dtype, main_grad: Tensor | None) -> Tensor | None:
+    """Return the weight's gradient in its dtype, or add it to main_grad and return None."""
+    if main_grad is None:
+        return dweight.to(dtype)
     main_grad.add_(dweight)
     return None
 
@@ -369,7 +377,7 @@ def _losses_by_chunk(
 ) -> tuple[Tensor, Known]:
     """Compute the loss of each target; add gradients of the sum of losses to `gradients`."""
     losses = sharded_loss(options, weight.shape[0], tp)
-    loss, known = _empty_losses(hidden, target, options)
+    loss, known = empty_losses(hidden, target, options)
     for rows, logits in _logits_of_chunks(hidden, weight, options, tp, matmul):
         if options.top_k is not None and known.least is not None:
             known.least[rows] = kth_largest(options.op, logits, losses.shard, options.top_k)
@@ -394,16 +402,6 @@ def _forget_below_(logits: Tensor, least: Tensor) -> None:
         some.masked_fill_(some < floor, -torch.inf)
 
 
-def _empty_losses(hidden: Tensor, target: Tensor, options: LossOptions) -> tuple[Tensor, Known]:
-    """The loss of each target, and what else is known of it, without numbers."""
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    loss = hidden.new_empty(target.shape, dtype=dtype)
-    count = 2 if options.scale is None else 3
-    known = Known(target, *(loss.new_empty(target.shape[:1]) for _ in range(count)))
-    least = None if options.top_k is None else hidden.new_empty(target.shape[:1])
-    return loss, known._replace(least=least)
-
-
 def _reduced(
     hidden: Tensor,
     weight: Tensor,
@@ -417,7 +415,7 @@ def _reduced(
 
     how: the options, split and strategy
     """
-    options, tp, matmul = _unpacked(how)
+    options, tp, matmul = unpacked(how)
     target = sharded_loss(options, weight.shape[0], tp).counted(target)
     hidden = tp.gather(options.op, "hidden", hidden).all()
     gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, tp, matmul)
@@ -429,11 +427,6 @@ def _reduced(
     return [loss.sum() * share, share, gradients.dhidden, gradients.dweight]
 
 
-def _unpacked(how: Sequence[Any]) -> How:
-    *options, tp, matmul = how
-    return LossOptions(*options), tp, matmul
-
-
 def _reduced_shape(
     hidden: Tensor,
     weight: Tensor,
@@ -443,7 +436,7 @@ def _reduced_shape(
     *how: Any,
 ) -> list[Tensor | None]:
     *_, tp, _ = how
-    loss = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    loss = hidden.new_empty((), dtype=sums_dtype(hidden.dtype))
     dhidden = hidden.new_empty(target.shape[0], hidden.shape[1], dtype=terms_dtype(hidden.dtype, tp))
     return [
         loss,
@@ -453,44 +446,21 @@ def _reduced_shape(
     ]
 
 
-def _scaled(
-    scale: Tensor,
-    dhidden: Tensor | None,
-    dweight: Tensor | None,
-    hidden_dtype: torch.dtype,
-    dtype: torch.dtype,
-    op: str,
-    tp: TensorParallel,
-    _: Plain,
-) -> list[Tensor | None]:
-    """Scale gradients by that of the loss; fp16 holds them before the division by tokens, not after."""
-    return [
-        None if dhidden is None else sum_over_ranks(dhidden, scale, hidden_dtype, op, tp),
-        None if dweight is None else (dweight * scale).to(dtype),
-    ]
+def _scaled_sum(
+    dhidden: Tensor, scale: Tensor, dtype: torch.dtype, op: str, tp: TensorParallel, _: Plain
+) -> list[Tensor]:
+    return [sum_over_ranks(dhidden, scale, dtype, op, tp)]
 
 
-def _scaled_shape(
-    scale: Tensor,
-    dhidden: Tensor | None,
-    dweight: Tensor | None,
-    hidden_dtype: torch.dtype,
-    dtype: torch.dtype,
-    op: str,
-    tp: TensorParallel,
-    _: Plain,
-) -> list[Tensor | None]:
-    return [
-        None
-        if dhidden is None
-        else dhidden.new_empty(dhidden.shape[0] // tp.token_shards, dhidden.shape[1], dtype=hidden_dtype),
-        None if dweight is None else torch.empty_like(dweight, dtype=dtype),
-    ]
+def _scaled_sum_shape(
+    dhidden: Tensor, scale: Tensor, dtype: torch.dtype, op: str, tp: TensorParallel, _: Plain
+) -> list[Tensor]:
+    return [dhidden.new_empty(dhidden.shape[0] // tp.token_shards, dhidden.shape[1], dtype=dtype)]
 
 
 def _token_losses(hidden: Tensor, weight: Tensor, target: Tensor, *how: Any) -> list[Tensor | None]:
     """Compute the loss of each target, and what is in `Known`. how: as of `_reduced`"""
-    options, tp, matmul = _unpacked(how)
+    options, tp, matmul = unpacked(how)
     target = sharded_loss(options, weight.shape[0], tp).counted(target)
     hidden = tp.gather(options.op, "hidden", hidden).all()
     with reuse_quantized_weights():  # one for all chunks
@@ -499,8 +469,8 @@ def _token_losses(hidden: Tensor, weight: Tensor, target: Tensor, *how: Any) -> 
 
 
 def _token_losses_shape(hidden: Tensor, weight: Tensor, target: Tensor, *how: Any) -> list[Tensor | None]:
-    options, _, _ = _unpacked(how)
-    loss, known = _empty_losses(hidden, torch.empty_like(target), options)
+    options, _, _ = unpacked(how)
+    loss, known = empty_losses(hidden, torch.empty_like(target), options)
     return [loss, *known]
 
 
@@ -509,21 +479,15 @@ def _token_gradients(
     dentropy: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
-    target: Tensor,
-    maximum: Tensor,
-    total: Tensor,
-    mean: Tensor | None,
-    least: Tensor | None,
     needs_dhidden: bool,
     needs_dweight: bool,
-    dtype: torch.dtype,
-    *how: Any,
+    *known_and_how: Any,
 ) -> list[Tensor | None]:
     """Compute gradients from those of each target's loss and each token's entropy; logits are computed again.
 
-    target, maximum, total, mean, least: as in `Known`; dtype: of dweight; how: as of `_reduced`
+    known_and_how: what is in `Known`, and how, as of `_reduced`
     """
-    (options, tp, matmul), known = _unpacked(how), Known(target, maximum, total, mean, least)
+    known, (options, tp, matmul) = Known(*known_and_how[:5]), unpacked(known_and_how[5:])
     losses = sharded_loss(options, weight.shape[0], tp)
     hidden = tp.gather(options.op, "hidden", hidden).all()
     gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, tp, matmul)
@@ -536,11 +500,10 @@ def _token_gradients(
             given = dloss[rows], None if dentropy is None else dentropy[rows]
             gradients.add(rows, losses.gradient(logits, known.of(rows), *given, in_place=True))
             del logits
-    dhidden, dweight = gradients.dhidden, gradients.dweight
-    return [
-        None if dhidden is None else sum_over_ranks(dhidden, None, weight.dtype, options.op, tp),
-        None if dweight is None else dweight.to(dtype),
-    ]
+    dhidden = gradients.dhidden
+    if dhidden is not None:
+        dhidden = sum_over_ranks(dhidden, None, weight.dtype, options.op, tp)
+    return [dhidden, gradients.dweight]
 
 
 def _token_gradients_shape(
@@ -548,42 +511,31 @@ def _token_gradients_shape(
     dentropy: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
-    target: Tensor,
-    maximum: Tensor,
-    total: Tensor,
-    mean: Tensor | None,
-    least: Tensor | None,
     needs_dhidden: bool,
     needs_dweight: bool,
-    dtype: torch.dtype,
-    *_: Any,
+    *_: object,
 ) -> list[Tensor | None]:
     return [
         hidden.new_empty(hidden.shape) if needs_dhidden else None,
-        weight.new_empty(weight.shape, dtype=dtype) if needs_dweight else None,
+        torch.empty_like(weight, dtype=sums_dtype(weight.dtype)) if needs_dweight else None,
     ]
 
 
 _TENSORS = "Tensor hidden, Tensor weight, Tensor target"
 _NEEDS = "bool needs_dhidden, bool needs_dweight"
-_OPTIONS = (
-    "str op, SymInt? vocab_size, float label_smoothing, int ignore_index, float? scale, int? chunk_tokens, "
-    "int? top_k"
-)
-reduced_loss = SplitOperator(OP, f"{_TENSORS}, {_NEEDS}, str reduction, {_OPTIONS}", _reduced, _reduced_shape)
-reduced_gradients = SplitOperator(
+reduced_loss = SplitOperator(OP, f"{_TENSORS}, {_NEEDS}, str reduction, {OPTIONS}", _reduced, _reduced_shape)
+scaled_sum = SplitOperator(
     f"{OP}_backward",
-    "Tensor scale, Tensor? dhidden, Tensor? dweight, ScalarType hidden_dtype, ScalarType dtype, str op",
-    _scaled,
-    _scaled_shape,
+    "Tensor dhidden, Tensor scale, ScalarType dtype, str op",
+    _scaled_sum,
+    _scaled_sum_shape,
 )
 token_losses = SplitOperator(
-    "linear_token_losses", f"{_TENSORS}, {_OPTIONS}", _token_losses, _token_losses_shape
+    "linear_token_losses", f"{_TENSORS}, {OPTIONS}", _token_losses, _token_losses_shape
 )
 token_gradients = SplitOperator(
     "linear_token_losses_backward",
-    f"Tensor dloss, Tensor? dentropy, {_TENSORS}, Tensor maximum, Tensor total, Tensor? mean, "
-    f"Tensor? least, {_NEEDS}, ScalarType dtype, {_OPTIONS}",
+    f"Tensor dloss, Tensor? dentropy, Tensor hidden, Tensor weight, {_NEEDS}, {KNOWN}, {OPTIONS}",
     _token_gradients,
     _token_gradients_shape,
 )

@@ -25,7 +25,7 @@ class PartialGradients:
         matmul: Plain,
     ) -> None:
         self._hidden, self._weight, self._matmul = hidden, weight, matmul
-        wide = torch.promote_types(weight.dtype, torch.float32)
+        wide = sums_dtype(weight.dtype)
         self.dhidden = (
             torch.empty_like(hidden, dtype=terms_dtype(hidden.dtype, tp)) if needs_dhidden else None
         )

@@ -17,7 +17,6 @@ from torch import Tensor
 from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.tensor_parallel import TensorParallel
 from tpkernels.kernels.reference import surely_within
-from tpkernels.ops.inputs import is_torchs
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.parallel import require_segments
 from tpkernels.ops.tensor_parallel.segments import segment_of
@@ -64,37 +63,23 @@ class VocabSegment(NamedTuple):
     columns: int  # that are no padding
     is_cut: bool  # with TP-invariance
 
-    def of(self, shard: Tensor, dim: int) -> Tensor:
-        """This segment of a rank's shard, contiguous; the shard itself without TP-invariance."""
-        return segment_of(shard, dim, self.number, self.total) if self.is_cut else shard
-
-    def view_of(self, shard: Tensor, dim: int) -> Tensor:
-        """This segment of a rank's shard, as a view."""
-        return shard.tensor_split(self.total, dim)[self.number]
+    def of(self, columns: Tensor) -> Tensor:
+        """This segment of a rank's columns, contiguous; all of them without TP-invariance."""
+        return segment_of(columns, 1, self.number, self.total) if self.is_cut else columns
 
 
 def vocab_shard(op: str, tp: TensorParallel, width: int, vocab_size: int | None) -> VocabShard:
     """This rank's shard, checked. vocab_size: ids of the full vocabulary; None: there is no padding"""
     require_segments(op, tp, "a shard of the vocabulary", width)
-    return VocabShard(tp, width, checked_size(op, tp.ranks, width, vocab_size))
-
-
-def is_alone(tp: TensorParallel, x: Tensor) -> bool:
-    """Whether a rank alone computes, by torch: then what sharding adds to torch's operators is left out."""
-    return tp.ranks == 1 and is_torchs(x) and not tp.segments
-
-
-def checked_size(op: str, ranks: int, width: int, vocab_size: int | None) -> int:
-    """The number of ids of the full vocabulary; an error if ranks cannot hold `vocab_size`."""
-    full = ranks * width
+    full = tp.ranks * width
     if vocab_size is None:
-        return full
-    if not isinstance(vocab_size, int) or not 0 < vocab_size <= full:
+        vocab_size = full
+    elif not isinstance(vocab_size, int) or not 0 < vocab_size <= full:
         raise ValueError(
-            f"{op}: expected a vocab_size from 1 to {full}, what {ranks} ranks of {width} hold, got "
+            f"{op}: expected a vocab_size from 1 to {full}, what {tp.ranks} ranks of {width} hold, got "
             f"{vocab_size}"
         )
-    return vocab_size
+    return VocabShard(tp, width, vocab_size)
 
 
 def require_logits(op: str, logits: Tensor) -> None:
