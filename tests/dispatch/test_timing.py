@@ -7,7 +7,7 @@ from tests.dispatch.simulated_stream import FLUSH, NeverHeld, SimulatedStream
 from tpkernels.dispatch import timing
 from tpkernels.dispatch.chooser import winner
 from tpkernels.dispatch.soundness import scratch_like
-from tpkernels.dispatch.timing import CudaTimer, StreamTimer, rounds
+from tpkernels.dispatch.timing import SLACK, CudaTimer, StreamClock, StreamTimer, rounds
 
 CPU = torch.device("cpu")
 
@@ -121,3 +121,23 @@ def test_gpu_timer_tells_a_large_product_from_a_small_one():
     small, large = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for n in (1024, 8192))
     times = CudaTimer(device)({"small": lambda: small @ small, "large": lambda: large @ large}).captured
     assert 0 < 4 * times["small"] < times["large"]
+
+
+def test_a_stream_is_held_as_long_as_a_way_was_launched_before():
+    """The time between its launch and what it was held for would count as time of the GPU."""
+    stream = SimulatedStream()
+    clock = StreamClock(StreamTimer(stream, stream.clock))
+    way = stream.kernel(1.5, 1.6)
+    first, *later = [clock("long", way) for _ in range(3)]
+    assert first > 1.9
+    assert later == pytest.approx([1.6, 1.6])
+    assert stream.held == pytest.approx([2 * least + SLACK for least in (0.5, 1.5, 1.5)])
+
+
+def test_ways_that_are_launched_quickly_are_held_for_one_time_on_all_ranks():
+    """A rank whose stream begins earlier would wait for the others, and count that."""
+    stream = SimulatedStream()
+    clock = StreamClock(StreamTimer(stream, stream.clock))
+    for on_host in (0.05, 0.2, 0.45):
+        assert [clock("way", stream.kernel(on_host, 0.6)) for _ in range(3)] == pytest.approx([0.6] * 3)
+    assert stream.held == pytest.approx([2 * 0.5 + SLACK] * 9)

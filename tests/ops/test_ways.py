@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.dispatch.simulated_stream import SimulatedStream
 from tests.on_ranks import on_ranks
 from tests.ops.parallel_behaviour import block, operands_of, with_gradients
 from tests.ops.parallel_cases import Setting, prepare
@@ -29,7 +28,6 @@ from tpkernels.comm.transports.mailbox import Opening
 from tpkernels.comm.transports.rows import Gather
 from tpkernels.dispatch import chooser, primitives
 from tpkernels.dispatch.cache import Cache, Choice, Versions
-from tpkernels.dispatch.timing import SLACK, StreamClock, StreamTimer
 from tpkernels.kernels import dglu, linear, reduce, scatter_linear, tiles
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.recipe import Recipe
@@ -42,7 +40,6 @@ from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
 from tpkernels.ops.tensor_parallel.row_linear import row_linear
 from tpkernels.ops.tensor_parallel.ways import ROUNDS, Tell, Trial, Way, WayChooser, mismatch
 
-MATMUL = torch.backends.cuda.matmul
 KEY = "gathers of this test"
 VERSIONS = Versions("no GPU", "torch", "triton", "kernels")
 ONE, MANY, MEMORY = (way.name for way in (Way(1), Way(2), Way(0, in_memory=True)))
@@ -548,65 +545,3 @@ def test_a_rank_without_memory_for_a_trial_says_so_before_others_wait():
     assert alone[:3] == [True, True, False], "products of 16 rows, and of 32, before one that waits for rows"
     assert not rank or "not timed: rank 1: OutOfMemoryError: CUDA out of memory" in said[0]
     assert taken_by(group) == ["Collectives", "Mailboxes"]
-
-
-@pytest.mark.parametrize(
-    ("purpose", "width", "in_memory", "names"),
-    [
-        ("gathers", 8, False, ["1 collective", "2 collectives"]),
-        ("gathers", 0, False, ["1 collective"]),
-        ("gathers", 0, True, ["1 collective", "symmetric"]),
-        ("reduces", 0, True, ["1 collective", "symmetric", "symmetric in 1 round"]),
-        (
-            *("gathers", 8, True),
-            ["1 collective", "2 collectives", "symmetric", "symmetric in 1 round", "symmetric in 2 rounds"],
-        ),
-    ],
-)
-def test_ways_that_are_possible_follow_from_sizes(purpose, width, in_memory, names):
-    """Rounds are those that divide two ranks, and more than one only where a product follows."""
-    moved = ways.Moved("op", purpose, 16, 24, torch.float32, torch.device("cuda"), width)
-    found = ways.possible_ways(moved, 2, Way(1), (), in_memory=in_memory)
-    assert sorted(way.name for way in found) == names
-
-
-def test_a_way_timed_with_tf32_is_kept_apart():
-    """A product that is faster hides less of a transfer."""
-    moved, before = (
-        ways.Moved("op", "gathers", 16, 24, torch.float32, torch.device("cuda"), 8),
-        MATMUL.fp32_precision,
-    )
-    try:
-        MATMUL.fp32_precision = "tf32"
-        assert ways.key_of(moved, 2, 1) == "op gathers float32/tf32 16x24x8 2 ranks 1 machines"
-        assert ways.key_of(moved._replace(dtype=torch.bfloat16), 2, 1).startswith("op gathers bfloat16 16x")
-    finally:
-        MATMUL.fp32_precision = before
-
-
-def test_numbers_that_overflow_decide_nothing():
-    """In the first steps of fp16 the caller's own numbers do; what is left tells right from wrong."""
-    expected = torch.tensor([1.0, float("inf"), float("nan"), 2.0])
-    assert not mismatch(torch.tensor([1.0, float("nan"), 3.0, 2.0]), expected)
-    assert "off by" in mismatch(torch.tensor([1.0, float("inf"), float("nan"), 3.0]), expected)
-    assert "off by" in mismatch(torch.tensor([1.0, 0.0, 0.0, float("nan")]), expected)
-
-
-def test_a_stream_is_held_as_long_as_a_way_was_launched_before():
-    """The time between its launch and what it was held for would count as time of the GPU."""
-    stream = SimulatedStream()
-    clock = StreamClock(StreamTimer(stream, stream.clock))
-    way = stream.kernel(1.5, 1.6)
-    first, *later = [clock("long", way) for _ in range(3)]
-    assert first > 1.9
-    assert later == pytest.approx([1.6, 1.6])
-    assert stream.held == pytest.approx([2 * least + SLACK for least in (0.5, 1.5, 1.5)])
-
-
-def test_ways_that_are_launched_quickly_are_held_for_one_time_on_all_ranks():
-    """A rank whose stream begins earlier would wait for the others, and count that."""
-    stream = SimulatedStream()
-    clock = StreamClock(StreamTimer(stream, stream.clock))
-    for on_host in (0.05, 0.2, 0.45):
-        assert [clock("way", stream.kernel(on_host, 0.6)) for _ in range(3)] == pytest.approx([0.6] * 3)
-    assert stream.held == pytest.approx([2 * 0.5 + SLACK] * 9)
