@@ -54,10 +54,13 @@ HEADER_BYTES = 192
 EAGER_BYTES = 64 * 1024  # that travel with a header at most; fewer where many ranks post receives for them
 AHEAD = 2  # calls whose receives are posted: a gather and a sum are in flight at once in a backward
 INTERVAL = 1.0  # seconds between two looks for the first cause of other ranks
-_NUMBERS = struct.Struct("<QII")  # in a header, before its text: of the call, and checksums of notes and text
+# In a header, before its text: of the call and of the one before it, and checksums of notes and text. Numbers
+# between the two are of notes.
+_NUMBERS = struct.Struct("<QQII")
 _MESSAGE, _NEVER_SENT = 2**31 - 3, 2**31 - 1  # tags that chunks do not have
 _FAILURE, _CALL = "tpkernels failure", "tpkernels call"
 _LONGEST_WAIT = 5.0  # seconds at exit, for a collective that other ranks keep in flight
+_PUBLISHED = 64  # calls in the store, for ranks that wait long
 
 Key = tuple[Any, ...]
 
@@ -108,7 +111,7 @@ class Calls:
         self.blocks: dict[tuple[torch.device, int], int] = {}
         self.moved = 0  # calls in which rows travel
         self.in_flight = 0
-        self._number = self._noted = 0
+        self._number = self._last_call = self._noted = 0
         self._last_note = ""
         self._entered: list[int] = []
         self._group = ref(group)  # its threads end with it
@@ -161,12 +164,12 @@ class Calls:
         if self.failure or group is None or group not in distributed_c10d._world.pg_map:
             self.require_usable(op)
         assert group is not None, "it was not destroyed"
-        self._number = number = self._number + 1
+        previous, noted = self._last_call, self._noted
+        self._number = self._last_call = number = self._number + 1
         self.moved += moves
         # below the tags of messages, and hardly shared by calls of another kind or number
-        return Call(
-            op, group, self, kind, number, (kind.checksum ^ self._noted ^ number * 0x9E3779B1) % _MESSAGE
-        )
+        tag = (kind.checksum ^ noted ^ number * 0x9E3779B1) % _MESSAGE
+        return Call(op, group, self, kind, (number, previous, noted, kind.checksum), tag)
 
     def has_tags(self, device: torch.device) -> bool:
         """Whether the backend matches messages by tag; NCCL matches them by order alone."""
@@ -202,20 +205,33 @@ class Calls:
     def compare(self, call: Call) -> None:
         """Raise if another rank is in another call than this one, for which no header was sent.
 
-        For waits that have taken long: ranks whose calls send nothing either tell each other by the store.
+        For waits that have taken long. A rank that waits over gloo has sent a header; those that send none
+        tell each other by the store. A rank that made no call since `previous` is in no call between.
         """
-        _NUMBERS.pack_into(call.kind.buffer, 0, call.number, self._noted, call.kind.checksum)
-        self.post_receives(call.group, 1)
-        for peer, message, _ in self._posted[0]:
-            header = message[:HEADER_BYTES]
-            if header[-1] and _read(header)[0][0] <= call.number:
+        number, previous, *_ = call.numbers
+        _NUMBERS.pack_into(call.kind.buffer, 0, *call.numbers)
+        own, found = f"{self.rank} {bytes(call.kind.buffer).hex()}", []
+        with suppress(RuntimeError):  # a rank has left, or a store has died with its rank
+            self.post_receives(call.group, 1)
+            for peer, message, _ in self._posted[0]:
+                if message[HEADER_BYTES - 1] and _read(message)[0][1] < number:
+                    found.append((message[:HEADER_BYTES], peer))
+            for each in range(max(previous, number - _PUBLISHED) + 1, number + 1):
+                first, header = self._published(each, own).split()
+                found.append((torch.frombuffer(bytearray.fromhex(header), dtype=torch.uint8), int(first)))
+        for header, peer in found:
+            if not torch.equal(header, call.kind.header):
                 raise self.differing(call.kind.header, header, peer)
-        if (store := self._store()) is not None:
-            own = f"{self.rank} {bytes(call.kind.buffer).hex()}"
-            first, _, said = store.compare_set(f"{_CALL} {call.number}", "", own).decode().partition(" ")
-            theirs = torch.frombuffer(bytearray.fromhex(said), dtype=torch.uint8)
-            if not torch.equal(theirs, call.kind.header):
-                raise self.differing(call.kind.header, theirs, int(first))
+
+    def _published(self, number: int, own: str) -> str:
+        """Return what the first rank has published of the call of that number; `own` if this is the first."""
+        if (store := self._store()) is None:
+            return own
+        key, own = f"{_CALL} {number % _PUBLISHED}", f"{number} {own}"
+        found = store.compare_set(key, "", own).decode()
+        if int(found.partition(" ")[0]) < number:  # of a call that has ended
+            found = store.compare_set(key, found, own).decode()
+        return found.partition(" ")[2]
 
     def fail(self, cause: str) -> None:
         """End the group on all ranks: later calls raise an error that names the first cause."""
@@ -255,8 +271,8 @@ class Calls:
 
     def differing(self, ours: Tensor, theirs: Tensor, peer: int) -> RuntimeError:
         """Return the error of two headers that differ."""
-        (number, noted, _), text = _read(ours)
-        (other_number, other_noted, _), other_text = _read(theirs)
+        (number, _, noted, _), text = _read(ours)
+        (other_number, _, other_noted, _), other_text = _read(theirs)
         said = f"call {number} is '{text}' on rank {self.rank}, '{other_text}' on rank {peer}"
         if text == other_text:
             said = f"'{text}' is call {number} on rank {self.rank}, {other_number} on rank {peer}"
@@ -305,25 +321,32 @@ class Calls:
 class Call:
     """A numbered call in a group."""
 
-    __slots__ = ("_header", "_received", "_sends", "calls", "group", "kind", "number", "op", "tag")
+    __slots__ = (
+        "_header",
+        "_received",
+        "_sends",
+        "calls",
+        "group",
+        "kind",
+        "number",
+        "numbers",
+        "op",
+        "tag",
+    )
 
-    def __init__(self, op: str, group: ProcessGroup, calls: Calls, kind: Kind, number: int, tag: int) -> None:
-        """tag: of its chunks"""
-        self.op, self.group, self.calls, self.kind, self.number, self.tag = (
-            op,
-            group,
-            calls,
-            kind,
-            number,
-            tag,
-        )
+    def __init__(
+        self, op: str, group: ProcessGroup, calls: Calls, kind: Kind, numbers: tuple[int, ...], tag: int
+    ) -> None:
+        """numbers: of its header; tag: of its chunks"""
+        self.op, self.group, self.calls, self.kind = op, group, calls, kind
+        self.number, self.numbers, self.tag = numbers[0], numbers, tag
         self._sends: list[tuple[Work, int, Tensor]] = []  # a tensor must live until it is sent
 
     def announce(self, rows: Tensor | None = None, by_peer: list[Tensor] | None = None) -> None:
         """Send the header to all peers, with few rows: the same for each, or of each rank, contiguous."""
         calls, group, kind = self.calls, self.group, self.kind
         calls.in_flight += 1
-        _NUMBERS.pack_into(kind.buffer, 0, self.number, calls._noted, kind.checksum)
+        _NUMBERS.pack_into(kind.buffer, 0, *self.numbers)
         if rows is not None:
             message = torch.cat((kind.header, rows.view(torch.uint8).view(-1)))
         else:
@@ -413,7 +436,7 @@ def blaming(op: str, what: str, where: str, rank: int, ranks: int, cause: object
 
 
 def _read(header: Tensor) -> tuple[tuple[int, ...], str]:
-    data = bytes(header.tolist())
+    data = bytes(header[:HEADER_BYTES].tolist())
     return _NUMBERS.unpack_from(data), data[_NUMBERS.size :].decode(errors="replace").strip()
 
 

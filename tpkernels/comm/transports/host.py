@@ -41,6 +41,7 @@ from tpkernels.comm.transports.processes import LOOK_SECONDS, Process
 
 POLL_SECONDS = 50e-6
 _COUNTED = 2**31  # calls, after which `released` words start again at 0
+_LOOKS_OF_OTHERS = 10  # within which a rank in another call says in which
 _CLOSED = -1  # in a `released` word: its owner makes no more calls
 
 
@@ -90,9 +91,7 @@ class HostExchange(MailboxExchange):
         self.let_go()
 
     def _delivery(self, epoch: int, needs_barrier: bool, plan: Plan, call: Call | None) -> HostDelivery:
-        """Needs no barrier: who writes looks at the `released` words."""
-        if call is not None:
-            call.announce()
+        """Needs no barrier: who writes looks at the `released` words. Needs no header: flags have a code."""
         return HostDelivery(self, epoch, plan, flag_of(epoch, code_of(call)), call)
 
     def released(self, number: int) -> None:
@@ -126,30 +125,27 @@ class HostExchange(MailboxExchange):
         """Wait until `peer` has read the previous call in this slot."""
         epoch, released = delivery.number, self.mailbox(peer).released
 
-        def refusal() -> str:
-            return "it was closed" if self._closing.is_set() else ""
-
         def free() -> bool:
             return (int(released) - reusable_after(epoch)) % _COUNTED < _COUNTED // 2
 
-        if cause := self.poll(peer, free, refusal, delivery):
+        if cause := self.poll(peer, free, delivery):
             raise RuntimeError(
                 f"{self.name} on rank {self.rank}: call {epoch} may begin once rank {peer} has read call "
                 f"{reusable_after(epoch)}, which has read {int(released)}: {cause}"
             )
 
     def poll(
-        self, peer: int, there: Callable[[], bool], refusal: Callable[[], str], delivery: HostDelivery
+        self, peer: int, there: Callable[[], bool], delivery: HostDelivery, refusal: Callable[[], str] = str
     ) -> str:
         """Wait until `peer` has written; return why it will not, or an empty text once it has.
 
-        refusal: why not to go on waiting, if so
+        refusal: why what `peer` has written is wrong, if so
         """
         started = time.monotonic()
-        next_look, process = started + LOOK_SECONDS, self._processes.get(peer)
+        next_look, wrong, process = started + LOOK_SECONDS, 0, self._processes.get(peer)
         while not there():
-            if cause := refusal():
-                return cause
+            if self._closing.is_set():
+                return "it was closed"
             now = time.monotonic()
             if now > started + self.timeout:
                 return f"the host waited {self.timeout:g} s"
@@ -161,6 +157,13 @@ class HostExchange(MailboxExchange):
                     return "its process has ended" if ended else "it has destroyed its process group"
                 if cause := delivery.failure:
                     return cause
+                # not in the thread that pushes, which waits for no rank that is in another call
+                if delivery.call is not None and not self._pusher.is_current_thread():
+                    delivery.call.calls.compare(delivery.call)
+                if cause := refusal():
+                    wrong += 1
+                    if wrong > _LOOKS_OF_OTHERS:  # else `compare` says which call it is in
+                        return cause
             time.sleep(POLL_SECONDS)
         return ""
 
@@ -175,7 +178,6 @@ class HostDelivery(MailboxDelivery):
         self.flag = flag
         self.awaited.fill_(flag)  # of the slot, whose last call has been read
         self._pushing: list[Future[None]] = []
-        self._confirmed = call is None  # whether all ranks are known to be in this call
 
     def keep(self, rows: Tensor) -> None:
         self.exchange.put(self.exchange.rank, self.plan.kept, rows, self)
@@ -184,7 +186,6 @@ class HostDelivery(MailboxDelivery):
         self._pushing.append(self.exchange.pushing(swap, outgoing, self))
 
     def before_kernels_push(self) -> None:
-        self.before_kernels_wait()
         for peer, _ in peers_by_step(self.exchange.ranks, self.exchange.rank):
             self.exchange.wait_until_free(peer, self)
 
@@ -197,9 +198,6 @@ class HostDelivery(MailboxDelivery):
         for pushing in self._pushing:
             pushing.result()
         self._pushing.clear()
-        if self.call is not None:
-            self.before_kernels_wait()
-            self.call.end()
 
     def release(self) -> None:
         self.exchange.released(self.number)
@@ -208,23 +206,14 @@ class HostDelivery(MailboxDelivery):
         failed = (pushing.exception() for pushing in self._pushing if pushing.done())
         return next((error for error in failed if error is not None), None)
 
-    def before_kernels_wait(self) -> None:
-        """Compare headers: ranks in another call would never raise the flags."""
-        if not self._confirmed:
-            self._confirmed = True
-            assert self.call is not None
-            self.call.confirm()
-
     def missing(self, chunk: int) -> str:
-        self.before_kernels_wait()
-        if int(self.flags[chunk]) == self.flag:
-            return ""
+        flag = self.flags[chunk]
 
         def refusal() -> str:
-            return "it sent rows of another call" if is_other_call(int(self.flags[chunk]), self.flag) else ""
+            return "it sent rows of another call" if is_other_call(int(flag), self.flag) else ""
 
         peer = chunk // self.exchange.splits
-        return self.exchange.poll(peer, lambda: int(self.flags[chunk]) == self.flag, refusal, self)
+        return self.exchange.poll(peer, lambda: int(flag) == self.flag, self, refusal)
 
 
 def _copy(into: Tensor, rows: Tensor) -> None:
