@@ -196,12 +196,12 @@ def test_a_descriptor_of_another_file_is_refused(tmp_path):
     (tmp_path / "stranger").write_bytes(bytes(64))
     with open(tmp_path / "stranger", "r+b") as file:
         number = os.fstat(file.fileno()).st_ino
-        ours, theirs = (shared._Place(os.getpid(), file.fileno(), number + wrong) for wrong in (0, 1))
-        assert shared._mapped(ours, 64).memory.eq(0).all()
+        ours, theirs = ((os.getpid(), file.fileno(), number + wrong, 64) for wrong in (0, 1))
+        assert shared._mapped(*ours)[:] == bytes(64)
         with pytest.raises(
             RuntimeError, match=r"reach each other's memory, it does not .*of another process"
         ):
-            shared._mapped(theirs, 64)
+            shared._mapped(*theirs)
 
 
 def test_a_pusher_that_nobody_closes_keeps_no_process_alive():

@@ -280,15 +280,15 @@ def test_shared_memory_goes_with_its_users():
         gc.collect()  # the interpreter keeps its last arguments in a cycle
         return Path("/proc/self/maps").read_text().count("memfd:tpkernels"), len(os.listdir("/proc/self/fd"))
 
-    dist.barrier()
-    mappings, descriptors = held()  # of groups of other tests
-
     def use() -> None:
         exchange = opened("shared", (4, K))
         for call in range(2):
             gathered_product(start(exchange, [shard_of(exchange.rank, call, 4)] * exchange.ranks))
         exchange.close()
 
+    use()  # opens what the group keeps, its pages of calls
+    dist.barrier()
+    mappings, descriptors = held()  # of groups of other tests, too
     assert leftovers(use) == []
     after = held()
     assert after[0] <= mappings

@@ -6,6 +6,9 @@ of coming calls are posted ahead, so that a message never waits for its receiver
 Before a rank uses what it received, it compares headers: ranks in different calls all raise, at once, and no
 data is mixed. Two calls of one kind, of which one rank skips one, look alike until another kind comes.
 
+Ranks that share memory send no headers for calls that move rows there: flags have a code of their call. Each
+writes the headers of all its calls into a page that the others read when they have waited long.
+
 What sends nothing and must be alike all the same is noted: an op that this rank refused, or the ids it was
 given. Headers hold a checksum of all notes.
 
@@ -31,6 +34,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from mmap import mmap
 from typing import Any, NamedTuple
 from weakref import finalize, ref
 
@@ -54,13 +58,12 @@ HEADER_BYTES = 192
 EAGER_BYTES = 64 * 1024  # that travel with a header at most; fewer where many ranks post receives for them
 AHEAD = 2  # calls whose receives are posted: a gather and a sum are in flight at once in a backward
 INTERVAL = 1.0  # seconds between two looks for the first cause of other ranks
-# In a header, before its text: of the call and of the one before it, and checksums of notes and text. Numbers
-# between the two are of notes.
-_NUMBERS = struct.Struct("<QQII")
+_NUMBERS = struct.Struct("<QII")  # in a header, before its text: of the call, and checksums of notes and text
 _MESSAGE, _NEVER_SENT = 2**31 - 3, 2**31 - 1  # tags that chunks do not have
-_FAILURE, _CALL = "tpkernels failure", "tpkernels call"
+_FAILURE = "tpkernels failure"
 _LONGEST_WAIT = 5.0  # seconds at exit, for a collective that other ranks keep in flight
-_PUBLISHED = 64  # calls in the store, for ranks that wait long
+_LATEST = 64  # calls of a rank whose headers are in its page, behind the number of the last one
+PAGE_BYTES = (1 + _LATEST) * HEADER_BYTES
 
 Key = tuple[Any, ...]
 
@@ -111,7 +114,8 @@ class Calls:
         self.blocks: dict[tuple[torch.device, int], int] = {}
         self.moved = 0  # calls in which rows travel
         self.in_flight = 0
-        self._number = self._last_call = self._noted = 0
+        self.pages: dict[int, mmap] = {}  # of the ranks of this machine, once they share memory
+        self._number = self._noted = 0
         self._last_note = ""
         self._entered: list[int] = []
         self._group = ref(group)  # its threads end with it
@@ -155,7 +159,6 @@ class Calls:
 
     def note(self, what: str) -> None:
         """Change the headers of later calls, which are right only if all ranks have made the same note."""
-        self._number += 1
         self._last_note = what
         self._noted = zlib.crc32(what.encode(), self._noted)
 
@@ -164,12 +167,16 @@ class Calls:
         if self.failure or group is None or group not in distributed_c10d._world.pg_map:
             self.require_usable(op)
         assert group is not None, "it was not destroyed"
-        previous, noted = self._last_call, self._noted
-        self._number = self._last_call = number = self._number + 1
+        self._number = number = self._number + 1
         self.moved += moves
+        _NUMBERS.pack_into(kind.buffer, 0, number, self._noted, kind.checksum)
+        if self.pages:
+            page, place = self.pages[self.rank], _place_of(number)
+            page[place] = kind.buffer
+            page[:8] = kind.buffer[:8]  # now the header is there
         # below the tags of messages, and hardly shared by calls of another kind or number
-        tag = (kind.checksum ^ noted ^ number * 0x9E3779B1) % _MESSAGE
-        return Call(op, group, self, kind, (number, previous, noted, kind.checksum), tag)
+        tag = (kind.checksum ^ self._noted ^ number * 0x9E3779B1) % _MESSAGE
+        return Call(op, group, self, kind, number, tag)
 
     def has_tags(self, device: torch.device) -> bool:
         """Whether the backend matches messages by tag; NCCL matches them by order alone."""
@@ -203,35 +210,16 @@ class Calls:
                 torch.autograd._enable_record_function(True)
 
     def compare(self, call: Call) -> None:
-        """Raise if another rank is in another call than this one, for which no header was sent.
+        """Raise if another rank of this machine has made another call than this one.
 
-        For waits that have taken long. A rank that waits over gloo has sent a header; those that send none
-        tell each other by the store. A rank that made no call since `previous` is in no call between.
+        For waits that have taken long, in memory that ranks share.
         """
-        number, previous, *_ = call.numbers
-        _NUMBERS.pack_into(call.kind.buffer, 0, *call.numbers)
-        own, found = f"{self.rank} {bytes(call.kind.buffer).hex()}", []
-        with suppress(RuntimeError):  # a rank has left, or a store has died with its rank
-            self.post_receives(call.group, 1)
-            for peer, message, _ in self._posted[0]:
-                if message[HEADER_BYTES - 1] and _read(message)[0][1] < number:
-                    found.append((message[:HEADER_BYTES], peer))
-            for each in range(max(previous, number - _PUBLISHED) + 1, number + 1):
-                first, header = self._published(each, own).split()
-                found.append((torch.frombuffer(bytearray.fromhex(header), dtype=torch.uint8), int(first)))
-        for header, peer in found:
-            if not torch.equal(header, call.kind.header):
-                raise self.differing(call.kind.header, header, peer)
-
-    def _published(self, number: int, own: str) -> str:
-        """Return what the first rank has published of the call of that number; `own` if this is the first."""
-        if (store := self._store()) is None:
-            return own
-        key, own = f"{_CALL} {number % _PUBLISHED}", f"{number} {own}"
-        found = store.compare_set(key, "", own).decode()
-        if int(found.partition(" ")[0]) < number:  # of a call that has ended
-            found = store.compare_set(key, found, own).decode()
-        return found.partition(" ")[2]
+        place = _place_of(call.number)
+        for peer, page in self.pages.items():
+            if int.from_bytes(page[:8], "little") >= call.number:  # looked at first: its header is there then
+                ours, theirs = self.pages[self.rank][place], page[place]
+                if theirs != ours:
+                    raise self.differing(ours, theirs, peer)
 
     def fail(self, cause: str) -> None:
         """End the group on all ranks: later calls raise an error that names the first cause."""
@@ -269,10 +257,10 @@ class Calls:
         if group is not None and not is_alive(group) and not self.inherited:
             torch.ops.tpkernels.end_backends(group.boxed(), _LONGEST_WAIT)
 
-    def differing(self, ours: Tensor, theirs: Tensor, peer: int) -> RuntimeError:
+    def differing(self, ours: bytes, theirs: bytes, peer: int) -> RuntimeError:
         """Return the error of two headers that differ."""
-        (number, _, noted, _), text = _read(ours)
-        (other_number, _, other_noted, _), other_text = _read(theirs)
+        (number, noted, _), text = _read(ours)
+        (other_number, other_noted, _), other_text = _read(theirs)
         said = f"call {number} is '{text}' on rank {self.rank}, '{other_text}' on rank {peer}"
         if text == other_text:
             said = f"'{text}' is call {number} on rank {self.rank}, {other_number} on rank {peer}"
@@ -321,32 +309,18 @@ class Calls:
 class Call:
     """A numbered call in a group."""
 
-    __slots__ = (
-        "_header",
-        "_received",
-        "_sends",
-        "calls",
-        "group",
-        "kind",
-        "number",
-        "numbers",
-        "op",
-        "tag",
-    )
+    __slots__ = ("_header", "_received", "_sends", "calls", "group", "kind", "number", "op", "tag")
 
-    def __init__(
-        self, op: str, group: ProcessGroup, calls: Calls, kind: Kind, numbers: tuple[int, ...], tag: int
-    ) -> None:
-        """numbers: of its header; tag: of its chunks"""
+    def __init__(self, op: str, group: ProcessGroup, calls: Calls, kind: Kind, number: int, tag: int) -> None:
+        """tag: of its chunks"""
         self.op, self.group, self.calls, self.kind = op, group, calls, kind
-        self.number, self.numbers, self.tag = numbers[0], numbers, tag
+        self.number, self.tag = number, tag
         self._sends: list[tuple[Work, int, Tensor]] = []  # a tensor must live until it is sent
 
     def announce(self, rows: Tensor | None = None, by_peer: list[Tensor] | None = None) -> None:
         """Send the header to all peers, with few rows: the same for each, or of each rank, contiguous."""
         calls, group, kind = self.calls, self.group, self.kind
         calls.in_flight += 1
-        _NUMBERS.pack_into(kind.buffer, 0, *self.numbers)
         if rows is not None:
             message = torch.cat((kind.header, rows.view(torch.uint8).view(-1)))
         else:
@@ -398,7 +372,8 @@ class Call:
             except RuntimeError as error:
                 raise self.blaming(peer, "rows of rank {} did not arrive", error) from error
             if not torch.equal(message[:HEADER_BYTES], ours):
-                raise self.calls.differing(ours, message[:HEADER_BYTES], peer)
+                theirs = bytes(message[:HEADER_BYTES].tolist())
+                raise self.calls.differing(bytes(ours.tolist()), theirs, peer)
             rows.append(message[HEADER_BYTES:])
         return rows
 
@@ -435,9 +410,14 @@ def blaming(op: str, what: str, where: str, rank: int, ranks: int, cause: object
     )
 
 
-def _read(header: Tensor) -> tuple[tuple[int, ...], str]:
-    data = bytes(header[:HEADER_BYTES].tolist())
-    return _NUMBERS.unpack_from(data), data[_NUMBERS.size :].decode(errors="replace").strip()
+def _read(header: bytes) -> tuple[tuple[int, ...], str]:
+    return _NUMBERS.unpack_from(header), header[_NUMBERS.size :].decode(errors="replace").strip()
+
+
+def _place_of(number: int) -> slice:
+    """Return where the header of a call lies in a page."""
+    start = (1 + number % _LATEST) * HEADER_BYTES
+    return slice(start, start + HEADER_BYTES)
 
 
 def is_alive(group: ProcessGroup) -> bool:

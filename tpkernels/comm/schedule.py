@@ -291,11 +291,6 @@ def flag_of(epoch: int, code: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
-def is_other_call(seen: int, awaited: int) -> bool:
-    """Whether a flag is of the same epoch as the one awaited, but of another call."""
-    return seen != awaited and seen >> CODE_BITS == awaited >> CODE_BITS
-
-
 def slot_of(epoch: int) -> int:
     """Return the slot of call number `epoch`, which counts from 1."""
     return epoch % SLOTS

@@ -34,14 +34,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import Call
-from tpkernels.comm.schedule import Plan, Swap, flag_of, is_other_call, peers_by_step, reusable_after
+from tpkernels.comm.schedule import Plan, Swap, flag_of, peers_by_step, reusable_after
 from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange, code_of
 from tpkernels.comm.transports.memory import Layout, Mailbox
 from tpkernels.comm.transports.processes import LOOK_SECONDS, Process
 
 POLL_SECONDS = 50e-6
 _COUNTED = 2**31  # calls, after which `released` words start again at 0
-_LOOKS_OF_OTHERS = 10  # within which a rank in another call says in which
 _CLOSED = -1  # in a `released` word: its owner makes no more calls
 
 
@@ -134,15 +133,10 @@ class HostExchange(MailboxExchange):
                 f"{reusable_after(epoch)}, which has read {int(released)}: {cause}"
             )
 
-    def poll(
-        self, peer: int, there: Callable[[], bool], delivery: HostDelivery, refusal: Callable[[], str] = str
-    ) -> str:
-        """Wait until `peer` has written; return why it will not, or an empty text once it has.
-
-        refusal: why what `peer` has written is wrong, if so
-        """
+    def poll(self, peer: int, there: Callable[[], bool], delivery: HostDelivery) -> str:
+        """Wait until `peer` has written; return why it will not, or an empty text once it has."""
         started = time.monotonic()
-        next_look, wrong, process = started + LOOK_SECONDS, 0, self._processes.get(peer)
+        next_look, process = started + LOOK_SECONDS, self._processes.get(peer)
         while not there():
             if self._closing.is_set():
                 return "it was closed"
@@ -157,13 +151,8 @@ class HostExchange(MailboxExchange):
                     return "its process has ended" if ended else "it has destroyed its process group"
                 if cause := delivery.failure:
                     return cause
-                # not in the thread that pushes, which waits for no rank that is in another call
-                if delivery.call is not None and not self._pusher.is_current_thread():
+                if delivery.call is not None:
                     delivery.call.calls.compare(delivery.call)
-                if cause := refusal():
-                    wrong += 1
-                    if wrong > _LOOKS_OF_OTHERS:  # else `compare` says which call it is in
-                        return cause
             time.sleep(POLL_SECONDS)
         return ""
 
@@ -208,12 +197,7 @@ class HostDelivery(MailboxDelivery):
 
     def missing(self, chunk: int) -> str:
         flag = self.flags[chunk]
-
-        def refusal() -> str:
-            return "it sent rows of another call" if is_other_call(int(flag), self.flag) else ""
-
-        peer = chunk // self.exchange.splits
-        return self.exchange.poll(peer, lambda: int(flag) == self.flag, self, refusal)
+        return self.exchange.poll(chunk // self.exchange.splits, lambda: int(flag) == self.flag, self)
 
 
 def _copy(into: Tensor, rows: Tensor) -> None:
