@@ -174,9 +174,9 @@ def test_exchanges_of_a_group_share_a_thread_but_no_failure():
     with patch.object(failing[0], "wait_until_free", side_effect=OSError("planted")):
         delivery = start(failing[0], [torch.ones(4, 3)] * 2)
         with pytest.raises(OSError, match="planted"):
-            delivery.wait()
+            delivery.end()
     with pytest.raises(OSError, match="planted"):  # an end that has lost rows sends no more
-        start(failing[0], [torch.ones(4, 3)] * 2).wait()
+        start(failing[0], [torch.ones(4, 3)] * 2).end()
     for end in failing:
         end.close()
     deliveries = [start(end, [torch.full((4, 3), float(end.rank))] * 2) for end in other]

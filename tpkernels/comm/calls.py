@@ -35,7 +35,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from mmap import mmap
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import finalize, ref
 
 import torch
@@ -83,19 +83,8 @@ class Kind:
     def __init__(self, described: str, transport: Any = None) -> None:
         text = described.encode()
         self.described, self.checksum, self.transport = described, zlib.crc32(text), transport
-        self.buffer = bytearray(HEADER_BYTES)
-        self.buffer[_NUMBERS.size :] = text[: HEADER_BYTES - _NUMBERS.size].ljust(
-            HEADER_BYTES - _NUMBERS.size
-        )
+        self.buffer = bytearray((bytes(_NUMBERS.size) + text)[:HEADER_BYTES].ljust(HEADER_BYTES))
         self.header = torch.frombuffer(self.buffer, dtype=torch.uint8)
-
-
-class Posted(NamedTuple):
-    """Where a peer's next message lands."""
-
-    peer: int
-    message: Tensor
-    receiving: Work
 
 
 class Calls:
@@ -120,7 +109,7 @@ class Calls:
         self._entered: list[int] = []
         self._group = ref(group)  # its threads end with it
         self._has_tags: dict[str, bool] = {}
-        self._posted: deque[list[Posted]] = deque()
+        self._posted: deque[list[tuple[int, Tensor, Work]]] = deque()  # where a peer's next message lands
         self._times: dict[str, int] = {}
 
     def __enter__(self) -> None:
@@ -200,10 +189,7 @@ class Calls:
                 posted = []
                 for peer in self.peers:
                     message = torch.empty(HEADER_BYTES + self.eager_bytes, dtype=torch.uint8, device="cpu")
-                    message[HEADER_BYTES - 1 : HEADER_BYTES] = (
-                        0  # until a header is there, whose text has none
-                    )
-                    posted.append(Posted(peer, message, group.recv([message], peer, _MESSAGE)))
+                    posted.append((peer, message, group.recv([message], peer, _MESSAGE)))
                 self._posted.append(posted)
         finally:
             if is_profiled:
@@ -241,11 +227,6 @@ class Calls:
                 if (store := self._store()) is not None and store.check([_FAILURE]):
                     return store.get(_FAILURE).decode()
         return self.failure
-
-    def look(self) -> None:
-        """Fail if another rank has: it may wait for us in a kernel."""
-        if not self.failure and self._of_nccl() and (cause := self.first_failure()):
-            self.fail(cause)
 
     def end_threads(self) -> None:
         """End the threads of a group that was destroyed but is still referenced.
@@ -388,9 +369,7 @@ class Call:
         self._sends.clear()
         calls.in_flight -= 1
         if not calls.in_flight:  # while a call waits, posting would take its time
-            with suppress(
-                RuntimeError
-            ):  # a peer has left after its last call: if there is a next one, it raises
+            with suppress(RuntimeError):  # a peer has left after its last call: a next one would raise
                 calls.post_receives(self.group, AHEAD)
 
     def blaming(self, peer: int | str, what: str, error: RuntimeError) -> RuntimeError:
@@ -425,7 +404,7 @@ def is_alive(group: ProcessGroup) -> bool:
     return group in distributed_c10d._world.pg_map
 
 
-# By id, which takes a third of a WeakKeyDictionary's time; see `_added`.
+# By id, which takes a third of a WeakKeyDictionary's time.
 CALLS_OF: dict[int, Calls] = {}
 
 
@@ -491,7 +470,8 @@ class _Watch:
         while not self._ended.wait(INTERVAL):
             for calls in list(CALLS_OF.values()):
                 with suppress(RuntimeError):  # a store may have died with its rank
-                    calls.look()
+                    if not calls.failure and calls._of_nccl() and (cause := calls.first_failure()):
+                        calls.fail(cause)  # else other ranks wait for us in a kernel
 
     def end(self) -> None:
         """End the thread, before the interpreter ends: a thread in torch's store would abort the process."""

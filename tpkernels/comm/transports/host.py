@@ -11,7 +11,7 @@ The hazards of writing after reading, and what excludes each:
 - A chunk of epoch e + 1 lands while its owner reads epoch e: another buffer, with flags of its own.
 - A flag is seen before its data: it is written after them, by the same thread, and stores become visible in
   order (x86; elsewhere the interpreter's lock, taken between the two, orders them).
-- Rows are changed while they are being pushed: the caller waits for `wait()`.
+- Rows are changed while they are being pushed: the caller waits for `end()`.
 - A kernel stores into a slot itself: `before_kernels_push` waits for all `released` words, in this thread.
 
 Whoever waits for a flag or a `released` word looks now and then whether the rank that writes it still has its
@@ -34,8 +34,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import Call
-from tpkernels.comm.schedule import Plan, Swap, flag_of, peers_by_step, reusable_after
-from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange, code_of
+from tpkernels.comm.schedule import Plan, Round, Swap, flag_of, peers_by_step, reusable_after
+from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange
 from tpkernels.comm.transports.memory import Layout, Mailbox
 from tpkernels.comm.transports.processes import LOOK_SECONDS, Process
 
@@ -91,7 +91,7 @@ class HostExchange(MailboxExchange):
 
     def _delivery(self, epoch: int, needs_barrier: bool, plan: Plan, call: Call | None) -> HostDelivery:
         """Needs no barrier: who writes looks at the `released` words. Needs no header: flags have a code."""
-        return HostDelivery(self, epoch, plan, flag_of(epoch, code_of(call)), call)
+        return HostDelivery(self, epoch, plan, flag_of(epoch, 0 if call is None else call.tag), call)
 
     def released(self, number: int) -> None:
         """Mark a call as read, and tell all ranks."""
@@ -128,8 +128,9 @@ class HostExchange(MailboxExchange):
             return (int(released) - reusable_after(epoch)) % _COUNTED < _COUNTED // 2
 
         if cause := self.poll(peer, free, delivery):
+            op = "" if delivery.call is None else f"{delivery.op}: "
             raise RuntimeError(
-                f"{self.name} on rank {self.rank}: call {epoch} may begin once rank {peer} has read call "
+                f"{op}{self.name} on rank {self.rank}: call {epoch} may begin once rank {peer} has read call "
                 f"{reusable_after(epoch)}, which has read {int(released)}: {cause}"
             )
 
@@ -149,10 +150,10 @@ class HostExchange(MailboxExchange):
                 closed = int(self.mailbox(peer).released) == _CLOSED
                 if (ended or closed) and not there():  # what it wrote before counts
                     return "its process has ended" if ended else "it has destroyed its process group"
-                if cause := delivery.failure:
-                    return cause
-                if delivery.call is not None:
-                    delivery.call.calls.compare(delivery.call)
+                if (call := delivery.call) is not None:
+                    if cause := call.calls.first_failure():
+                        return cause
+                    call.calls.compare(call)
             time.sleep(POLL_SECONDS)
         return ""
 
@@ -171,25 +172,22 @@ class HostDelivery(MailboxDelivery):
     def keep(self, rows: Tensor) -> None:
         self.exchange.put(self.exchange.rank, self.plan.kept, rows, self)
 
-    def swap(self, swap: Swap, outgoing: Tensor) -> None:
-        self._pushing.append(self.exchange.pushing(swap, outgoing, self))
+    def move(self, round: Round, outgoing: Tensor, first_row: int) -> None:
+        for swap in round.swaps:
+            rows = outgoing
+            if swap.sent.stop - swap.sent.start != outgoing.shape[0]:
+                rows = outgoing[swap.sent.start - first_row : swap.sent.stop - first_row]
+            self._pushing.append(self.exchange.pushing(swap, rows, self))
 
     def before_kernels_push(self) -> None:
         for peer, _ in peers_by_step(self.exchange.ranks, self.exchange.rank):
             self.exchange.wait_until_free(peer, self)
 
-    @property
-    def failure(self) -> str:
-        """Return why the group has failed, or an empty text."""
-        return self.call.calls.first_failure() if self.call is not None else ""
-
-    def wait(self) -> None:
+    def end(self) -> None:
+        self.exchange.released(self.number)
         for pushing in self._pushing:
             pushing.result()
         self._pushing.clear()
-
-    def release(self) -> None:
-        self.exchange.released(self.number)
 
     def problem(self) -> BaseException | None:
         failed = (pushing.exception() for pushing in self._pushing if pushing.done())

@@ -98,27 +98,43 @@ def mapped_by_all(
     call, found, page = meeting.begin(), dict[int, mmap.mmap](), -1
     pages = call.calls.pages
     try:
-        if not pages:  # nor on the other ranks
+        if not (problem or pages):  # nor have the other ranks
             page = new_memory("calls", PAGE_BYTES)
-    except OSError as error:
-        problem = problem or f"{type(error).__name__}: {error}"
+    except Exception as error:  # whatever it is, the others wait to be told
+        problem = f"{type(error).__name__}: {error}"
     offer = " ".join(map(str, (os.getpid(), *_found_by(descriptor), *_found_by(page))))
 
     def map_and_build() -> B:
         if not pages:
-            found.update({peer: _mapped(place[0], *place[3:], PAGE_BYTES) for peer, place in places.items()})
-        return build({peer: Mapped(_mapped(*place[:3], count), place[0]) for peer, place in places.items()})
+            for peer, at in places.items():
+                found[peer] = _mapped(at.process, at.page, at.page_number, PAGE_BYTES)
+        return build(
+            {
+                peer: Mapped(_mapped(at.process, at.descriptor, at.number, count), at.process)
+                for peer, at in places.items()
+            }
+        )
 
     try:
         # a rank that cannot go on says so here: nobody waits for it below
         here, offers = offers_here(meeting.title, call, problem, wanted, offer)
-        places = {peer: [*map(int, offers[peer].split())] for peer in here}
+        places = {peer: _Place(*map(int, offers[peer].split())) for peer in here}
         built = built_by_all(meeting.title, call, map_and_build)
     finally:
         if page >= 0:
             os.close(page)
     pages.update(found)
     return built
+
+
+class _Place(NamedTuple):
+    """Where a rank's memory is found, and its page of calls."""
+
+    process: int
+    descriptor: int
+    number: int  # of the file
+    page: int
+    page_number: int
 
 
 def _found_by(descriptor: int) -> tuple[int, int]:
