@@ -23,7 +23,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
@@ -31,10 +32,10 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm.calls import Call, Calls
-from tpkernels.comm.schedule import Round, Swap, slot_of
+from tpkernels.comm.schedule import Round, slot_of
 from tpkernels.comm.transports import host
 from tpkernels.comm.transports.c10d import PointToPoint
-from tpkernels.comm.transports.mailbox import MailboxDelivery, rows_sent
+from tpkernels.comm.transports.mailbox import MailboxDelivery
 from tpkernels.comm.transports.rows import Gather, Reduce
 
 T = TypeVar("T")
@@ -133,7 +134,7 @@ class _Adversary:
             yield PointToPoint, name, self._moved(getattr(PointToPoint, name))
         yield Gather, "all", self._in_any_order(Gather.all)
         yield Reduce, "wait", self._in_any_order(Reduce.wait)
-        yield MailboxDelivery, "move", _method(self._pushed)
+        yield host.HostDelivery, "move", self._pushed(host.HostDelivery.move)
         yield host.HostDelivery, "keep", self._kept(host.HostDelivery.keep)
         yield MailboxDelivery, "await_rows", _method(self._awaited)
         yield host, "_copy", self._around(host._copy)
@@ -203,9 +204,13 @@ class _Adversary:
 
         return received
 
-    def _pushed(self, delivery: MailboxDelivery, round: Round, outgoing: Tensor, first_row: int) -> None:
-        for number, swap in enumerate(round.swaps, self._count(delivery)):
-            self._hold(delivery, number, _swapping(delivery, swap, rows_sent(swap, outgoing, first_row)))
+    def _pushed(self, move: Callable[..., None]) -> Callable[..., None]:
+        def pushed(delivery: MailboxDelivery, round: Round, outgoing: Tensor, first_row: int) -> None:
+            for number, swap in enumerate(round.swaps, self._count(delivery)):
+                alone = replace(round, swaps=(swap,))
+                self._hold(delivery, number, partial(move, delivery, alone, outgoing, first_row))
+
+        return pushed
 
     def _hold(self, call: object, turn: int, send: Callable[[], object]) -> None:
         """Send now, or when the call has moved all; what bears one turn keeps its order."""
@@ -260,10 +265,6 @@ class _Adversary:
         self.pause()
         for chunk in self.ordered(delivery.exchange.chunk_numbers(rows), self._schedule.waits):
             delivery.await_chunk(chunk)
-
-
-def _swapping(delivery: MailboxDelivery, swap: Swap, rows: Tensor) -> Callable[[], object]:
-    return lambda: delivery.swap(swap, rows)
 
 
 def _poison(memory: Tensor) -> None:

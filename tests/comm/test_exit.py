@@ -174,9 +174,9 @@ def test_exchanges_of_a_group_share_a_thread_but_no_failure():
     with patch.object(failing[0], "wait_until_free", side_effect=OSError("planted")):
         delivery = start(failing[0], [torch.ones(4, 3)] * 2)
         with pytest.raises(OSError, match="planted"):
-            delivery.wait()
+            delivery.end()
     with pytest.raises(OSError, match="planted"):  # an end that has lost rows sends no more
-        start(failing[0], [torch.ones(4, 3)] * 2).wait()
+        start(failing[0], [torch.ones(4, 3)] * 2).end()
     for end in failing:
         end.close()
     deliveries = [start(end, [torch.full((4, 3), float(end.rank))] * 2) for end in other]
@@ -196,12 +196,12 @@ def test_a_descriptor_of_another_file_is_refused(tmp_path):
     (tmp_path / "stranger").write_bytes(bytes(64))
     with open(tmp_path / "stranger", "r+b") as file:
         number = os.fstat(file.fileno()).st_ino
-        ours, theirs = (shared._Place(os.getpid(), file.fileno(), number + wrong) for wrong in (0, 1))
-        assert shared._mapped(ours, 64).memory.eq(0).all()
+        ours, theirs = ((os.getpid(), file.fileno(), number + wrong, 64) for wrong in (0, 1))
+        assert shared._mapped(*ours)[:] == bytes(64)
         with pytest.raises(
             RuntimeError, match=r"reach each other's memory, it does not .*of another process"
         ):
-            shared._mapped(theirs, 64)
+            shared._mapped(*theirs)
 
 
 def test_a_pusher_that_nobody_closes_keeps_no_process_alive():

@@ -251,7 +251,7 @@ def test_rows_and_flags_land_at_the_peer_and_nowhere_else():
     plans = [gather_plan(12, 3, rank, 2, tapered=False) for rank in range(3)]
     deliveries = [end.begin(None, plan, 2, torch.empty(0)) for end, plan in zip(ends, plans, strict=True)]
     rows = torch.arange(4.0).view(2, 2) + 1
-    deliveries[2].swap(plans[2].swaps[1], rows)
+    deliveries[2].move(plans[2].rounds[2], rows, 10)
     assert torch.equal(deliveries[1].slots[2, 2:], rows)
     assert deliveries[1].flags.tolist() == [0, 0, 0, 0, 0, flag_of(1, 0)]
     for delivery in deliveries:
@@ -278,8 +278,7 @@ def test_what_is_pushed_is_held_until_it_is_out():
     (first, second) = open_symmetric_loopback("it", LAYOUT)
     delivery = start(first, ROWS)
     assert first.in_flight == {delivery}
-    delivery.release()
-    delivery.wait()
+    delivery.end()
     assert not first.in_flight
     first.close()
     with pytest.raises(RuntimeError, match="closed: open another"):

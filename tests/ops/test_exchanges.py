@@ -81,8 +81,7 @@ def gathered_product(delivery: MailboxDelivery, spin_limit: int | None = None) -
         tile=TILE,
     ).y
     raise_if_late(arrivals, rank)
-    delivery.release()
-    delivery.wait()
+    delivery.end()
     return y
 
 
@@ -246,14 +245,13 @@ def test_a_rank_that_does_not_read_is_an_error_that_names_it():
     def call_often() -> None:
         for call in range(3):
             delivery = start(exchange, [shard_of(0, call, 4)] * exchange.ranks)
-            delivery.release()
-        delivery.wait()
+            delivery.end()
 
     def store_often() -> None:
         for _ in range(3):
             delivery = stored_to.begin(None, plan, K, torch.empty(0))
             delivery.before_kernels_push()
-            delivery.release()
+            delivery.end()
 
     if dist.get_rank() == 0:
         words = "it on rank 0: call 3 may begin once rank 1 has read call 1, which has read 0.*"
@@ -280,15 +278,15 @@ def test_shared_memory_goes_with_its_users():
         gc.collect()  # the interpreter keeps its last arguments in a cycle
         return Path("/proc/self/maps").read_text().count("memfd:tpkernels"), len(os.listdir("/proc/self/fd"))
 
-    dist.barrier()
-    mappings, descriptors = held()  # of groups of other tests
-
     def use() -> None:
         exchange = opened("shared", (4, K))
         for call in range(2):
             gathered_product(start(exchange, [shard_of(exchange.rank, call, 4)] * exchange.ranks))
         exchange.close()
 
+    use()  # opens what the group keeps, its pages of calls
+    dist.barrier()
+    mappings, descriptors = held()  # of groups of other tests, too
     assert leftovers(use) == []
     after = held()
     assert after[0] <= mappings

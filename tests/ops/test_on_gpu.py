@@ -98,8 +98,7 @@ def total(delivery: MailboxDelivery) -> Tensor:
 
 
 def finish(delivery: MailboxDelivery) -> None:
-    delivery.release()
-    delivery.wait()
+    delivery.end()
 
 
 def test_virtual_ranks_gather_and_multiply(ends):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -29,6 +30,7 @@ from tests.products import once, pairwise
 from tests.programs import forked
 from tpkernels import Recipe
 from tpkernels.buckets import collectives as bucketed
+from tpkernels.comm import calls
 from tpkernels.comm.calls import Call, Calls, calls_of
 from tpkernels.ops import (
     column_linear,
@@ -330,6 +332,78 @@ def test_headers_that_differ_are_told_to_all_ranks_at_once():
     assert "'row_linear: shards of the sum (4, 4) torch.float32' on rank " in said
     assert "'column_linear: gather of x (8, 12) torch.float32' on rank 3" in said
     dist.barrier()
+
+
+ROWS, COLUMNS = torch.ones(256, 128), torch.ones(4, 128)  # as much as ranks share memory for
+ACTIONS: dict[str, Callable[[dist.ProcessGroup], object]] = {
+    "large": lambda group: column_linear(ROWS, COLUMNS, None, group, sequence_parallel=True),
+    "wide": lambda group: row_linear(
+        torch.ones(512, 4), COLUMNS.T.contiguous(), None, group, sequence_parallel=True
+    ),
+    "small": lambda group: called(STEPS["column of shards"], group),
+    "refused": lambda group: column_linear(ROWS, COLUMNS[:, :3], None, group, sequence_parallel=True),
+    "ids": lambda group: vocab_embedding(torch.arange(512) % 4, COLUMNS, group, sequence_parallel=True),
+    "other ids": lambda group: vocab_embedding(torch.arange(512) % 3, COLUMNS, group, sequence_parallel=True),
+}
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["so", "swapped"])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("large", "wide"),
+        ("large", "small"),
+        ("large", "refused wide"),
+        ("large", "refused large"),
+        ("large", "refused small"),
+        ("large", "refused refused small"),
+        ("large", "ids"),
+        ("large small", "small large"),
+        ("large wide", "wide wide"),
+        ("ids", "other ids"),
+        ("ids", "refused large"),
+    ],
+)
+@on_ranks(2)
+def test_ranks_that_part_ways_in_memory_that_they_share_are_told(ours, theirs, swapped):
+    """No header tells them, where one of them waits for a flag."""
+    group = dist.new_group(timeout=timedelta(seconds=30))
+    for action in ("large", "wide", "small", *["ids"] * 4):  # others of these are not compared, but noted
+        ACTIONS[action](group)
+    dist.barrier()
+    started, said = time.monotonic(), "no error"
+    for action in re.findall("other ids|[a-z]+", theirs if dist.get_rank() != swapped else ours):
+        said = said_by(lambda: ACTIONS[action](group))  # noqa: B023
+        if action != "refused" and said != "no error":
+            break
+    assert "ranks have left the common order of calls: " in said, said
+    assert time.monotonic() - started < patient(4)
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_ranks_that_wait_long_and_make_notes_go_on_together():
+    """For more calls than pages have headers of; pages go with their group."""
+
+    def pages() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:tpkernels calls")
+
+    group, others = dist.new_group(), pages()
+    with patch.object(calls, "_LATEST", 4):
+        for turn in range(6):
+            ACTIONS["large"](group)
+            time.sleep(0.5 * (turn % 2 == dist.get_rank()))
+            for _ in range(turn):
+                said_by(partial(ACTIONS["refused"], group))
+            ACTIONS["ids"](group)
+            time.sleep(0.5 * (turn % 2 != dist.get_rank()))
+    assert calls_of(group)._number > 3 * 4
+    assert pages() == others + 2
+    dist.barrier()
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert pages() == others
 
 
 @pytest.mark.parametrize("transport", ["c10d", "chunks"])

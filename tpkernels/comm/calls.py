@@ -6,6 +6,9 @@ of coming calls are posted ahead, so that a message never waits for its receiver
 Before a rank uses what it received, it compares headers: ranks in different calls all raise, at once, and no
 data is mixed. Two calls of one kind, of which one rank skips one, look alike until another kind comes.
 
+Ranks that share memory send no headers for calls that move rows there: flags have a code of their call. Each
+writes the headers of all its calls into a page that the others read when they have waited long.
+
 What sends nothing and must be alike all the same is noted: an op that this rank refused, or the ids it was
 given. Headers hold a checksum of all notes.
 
@@ -31,7 +34,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from mmap import mmap
+from typing import Any
 from weakref import finalize, ref
 
 import torch
@@ -56,8 +60,10 @@ AHEAD = 2  # calls whose receives are posted: a gather and a sum are in flight a
 INTERVAL = 1.0  # seconds between two looks for the first cause of other ranks
 _NUMBERS = struct.Struct("<QII")  # in a header, before its text: of the call, and checksums of notes and text
 _MESSAGE, _NEVER_SENT = 2**31 - 3, 2**31 - 1  # tags that chunks do not have
-_FAILURE, _CALL = "tpkernels failure", "tpkernels call"
+_FAILURE = "tpkernels failure"
 _LONGEST_WAIT = 5.0  # seconds at exit, for a collective that other ranks keep in flight
+_LATEST = 64  # calls of a rank whose headers are in its page, behind the number of the last one
+PAGE_BYTES = (1 + _LATEST) * HEADER_BYTES
 
 Key = tuple[Any, ...]
 
@@ -77,19 +83,8 @@ class Kind:
     def __init__(self, described: str, transport: Any = None) -> None:
         text = described.encode()
         self.described, self.checksum, self.transport = described, zlib.crc32(text), transport
-        self.buffer = bytearray(HEADER_BYTES)
-        self.buffer[_NUMBERS.size :] = text[: HEADER_BYTES - _NUMBERS.size].ljust(
-            HEADER_BYTES - _NUMBERS.size
-        )
+        self.buffer = bytearray((bytes(_NUMBERS.size) + text)[:HEADER_BYTES].ljust(HEADER_BYTES))
         self.header = torch.frombuffer(self.buffer, dtype=torch.uint8)
-
-
-class Posted(NamedTuple):
-    """Where a peer's next message lands."""
-
-    peer: int
-    message: Tensor
-    receiving: Work
 
 
 class Calls:
@@ -108,12 +103,13 @@ class Calls:
         self.blocks: dict[tuple[torch.device, int], int] = {}
         self.moved = 0  # calls in which rows travel
         self.in_flight = 0
+        self.pages: dict[int, mmap] = {}  # of the ranks of this machine, once they share memory
         self._number = self._noted = 0
         self._last_note = ""
         self._entered: list[int] = []
         self._group = ref(group)  # its threads end with it
         self._has_tags: dict[str, bool] = {}
-        self._posted: deque[list[Posted]] = deque()
+        self._posted: deque[list[tuple[int, Tensor, Work]]] = deque()  # where a peer's next message lands
         self._times: dict[str, int] = {}
 
     def __enter__(self) -> None:
@@ -152,7 +148,6 @@ class Calls:
 
     def note(self, what: str) -> None:
         """Change the headers of later calls, which are right only if all ranks have made the same note."""
-        self._number += 1
         self._last_note = what
         self._noted = zlib.crc32(what.encode(), self._noted)
 
@@ -163,10 +158,14 @@ class Calls:
         assert group is not None, "it was not destroyed"
         self._number = number = self._number + 1
         self.moved += moves
+        _NUMBERS.pack_into(kind.buffer, 0, number, self._noted, kind.checksum)
+        if self.pages:
+            page, place = self.pages[self.rank], _place_of(number)
+            page[place] = kind.buffer
+            page[:8] = kind.buffer[:8]  # now the header is there
         # below the tags of messages, and hardly shared by calls of another kind or number
-        return Call(
-            op, group, self, kind, number, (kind.checksum ^ self._noted ^ number * 0x9E3779B1) % _MESSAGE
-        )
+        tag = (kind.checksum ^ self._noted ^ number * 0x9E3779B1) % _MESSAGE
+        return Call(op, group, self, kind, number, tag)
 
     def has_tags(self, device: torch.device) -> bool:
         """Whether the backend matches messages by tag; NCCL matches them by order alone."""
@@ -190,32 +189,23 @@ class Calls:
                 posted = []
                 for peer in self.peers:
                     message = torch.empty(HEADER_BYTES + self.eager_bytes, dtype=torch.uint8, device="cpu")
-                    message[HEADER_BYTES - 1 : HEADER_BYTES] = (
-                        0  # until a header is there, whose text has none
-                    )
-                    posted.append(Posted(peer, message, group.recv([message], peer, _MESSAGE)))
+                    posted.append((peer, message, group.recv([message], peer, _MESSAGE)))
                 self._posted.append(posted)
         finally:
             if is_profiled:
                 torch.autograd._enable_record_function(True)
 
     def compare(self, call: Call) -> None:
-        """Raise if another rank is in another call than this one, for which no header was sent.
+        """Raise if another rank of this machine has made another call than this one.
 
-        For waits that have taken long: ranks whose calls send nothing either tell each other by the store.
+        For waits that have taken long, in memory that ranks share.
         """
-        _NUMBERS.pack_into(call.kind.buffer, 0, call.number, self._noted, call.kind.checksum)
-        self.post_receives(call.group, 1)
-        for peer, message, _ in self._posted[0]:
-            header = message[:HEADER_BYTES]
-            if header[-1] and _read(header)[0][0] <= call.number:
-                raise self.differing(call.kind.header, header, peer)
-        if (store := self._store()) is not None:
-            own = f"{self.rank} {bytes(call.kind.buffer).hex()}"
-            first, _, said = store.compare_set(f"{_CALL} {call.number}", "", own).decode().partition(" ")
-            theirs = torch.frombuffer(bytearray.fromhex(said), dtype=torch.uint8)
-            if not torch.equal(theirs, call.kind.header):
-                raise self.differing(call.kind.header, theirs, int(first))
+        place = _place_of(call.number)
+        for peer, page in self.pages.items():
+            if int.from_bytes(page[:8], "little") >= call.number:  # looked at first: its header is there then
+                ours, theirs = self.pages[self.rank][place], page[place]
+                if theirs != ours:
+                    raise self.differing(ours, theirs, peer)
 
     def fail(self, cause: str) -> None:
         """End the group on all ranks: later calls raise an error that names the first cause."""
@@ -238,11 +228,6 @@ class Calls:
                     return store.get(_FAILURE).decode()
         return self.failure
 
-    def look(self) -> None:
-        """Fail if another rank has: it may wait for us in a kernel."""
-        if not self.failure and self._of_nccl() and (cause := self.first_failure()):
-            self.fail(cause)
-
     def end_threads(self) -> None:
         """End the threads of a group that was destroyed but is still referenced.
 
@@ -253,7 +238,7 @@ class Calls:
         if group is not None and not is_alive(group) and not self.inherited:
             torch.ops.tpkernels.end_backends(group.boxed(), _LONGEST_WAIT)
 
-    def differing(self, ours: Tensor, theirs: Tensor, peer: int) -> RuntimeError:
+    def differing(self, ours: bytes, theirs: bytes, peer: int) -> RuntimeError:
         """Return the error of two headers that differ."""
         (number, noted, _), text = _read(ours)
         (other_number, other_noted, _), other_text = _read(theirs)
@@ -309,21 +294,14 @@ class Call:
 
     def __init__(self, op: str, group: ProcessGroup, calls: Calls, kind: Kind, number: int, tag: int) -> None:
         """tag: of its chunks"""
-        self.op, self.group, self.calls, self.kind, self.number, self.tag = (
-            op,
-            group,
-            calls,
-            kind,
-            number,
-            tag,
-        )
+        self.op, self.group, self.calls, self.kind = op, group, calls, kind
+        self.number, self.tag = number, tag
         self._sends: list[tuple[Work, int, Tensor]] = []  # a tensor must live until it is sent
 
     def announce(self, rows: Tensor | None = None, by_peer: list[Tensor] | None = None) -> None:
         """Send the header to all peers, with few rows: the same for each, or of each rank, contiguous."""
         calls, group, kind = self.calls, self.group, self.kind
         calls.in_flight += 1
-        _NUMBERS.pack_into(kind.buffer, 0, self.number, calls._noted, kind.checksum)
         if rows is not None:
             message = torch.cat((kind.header, rows.view(torch.uint8).view(-1)))
         else:
@@ -375,7 +353,8 @@ class Call:
             except RuntimeError as error:
                 raise self.blaming(peer, "rows of rank {} did not arrive", error) from error
             if not torch.equal(message[:HEADER_BYTES], ours):
-                raise self.calls.differing(ours, message[:HEADER_BYTES], peer)
+                theirs = bytes(message[:HEADER_BYTES].tolist())
+                raise self.calls.differing(bytes(ours.tolist()), theirs, peer)
             rows.append(message[HEADER_BYTES:])
         return rows
 
@@ -390,9 +369,7 @@ class Call:
         self._sends.clear()
         calls.in_flight -= 1
         if not calls.in_flight:  # while a call waits, posting would take its time
-            with suppress(
-                RuntimeError
-            ):  # a peer has left after its last call: if there is a next one, it raises
+            with suppress(RuntimeError):  # a peer has left after its last call: a next one would raise
                 calls.post_receives(self.group, AHEAD)
 
     def blaming(self, peer: int | str, what: str, error: RuntimeError) -> RuntimeError:
@@ -412,9 +389,14 @@ def blaming(op: str, what: str, where: str, rank: int, ranks: int, cause: object
     )
 
 
-def _read(header: Tensor) -> tuple[tuple[int, ...], str]:
-    data = bytes(header.tolist())
-    return _NUMBERS.unpack_from(data), data[_NUMBERS.size :].decode(errors="replace").strip()
+def _read(header: bytes) -> tuple[tuple[int, ...], str]:
+    return _NUMBERS.unpack_from(header), header[_NUMBERS.size :].decode(errors="replace").strip()
+
+
+def _place_of(number: int) -> slice:
+    """Return where the header of a call lies in a page."""
+    start = (1 + number % _LATEST) * HEADER_BYTES
+    return slice(start, start + HEADER_BYTES)
 
 
 def is_alive(group: ProcessGroup) -> bool:
@@ -422,7 +404,7 @@ def is_alive(group: ProcessGroup) -> bool:
     return group in distributed_c10d._world.pg_map
 
 
-# By id, which takes a third of a WeakKeyDictionary's time; see `_added`.
+# By id, which takes a third of a WeakKeyDictionary's time.
 CALLS_OF: dict[int, Calls] = {}
 
 
@@ -488,7 +470,8 @@ class _Watch:
         while not self._ended.wait(INTERVAL):
             for calls in list(CALLS_OF.values()):
                 with suppress(RuntimeError):  # a store may have died with its rank
-                    calls.look()
+                    if not calls.failure and calls._of_nccl() and (cause := calls.first_failure()):
+                        calls.fail(cause)  # else other ranks wait for us in a kernel
 
     def end(self) -> None:
         """End the thread, before the interpreter ends: a thread in torch's store would abort the process."""

@@ -77,7 +77,6 @@ class Plan:
     rows: int  # of memory
     own: slice  # this rank's rows of the matrix
     kept: slice  # where they lie in its memory
-    reduces: bool  # whether memory is slots
     rounds: tuple[Round, ...]
 
     @cached_property
@@ -123,7 +122,7 @@ def gather_plan(rows: int, ranks: int, rank: int, chunks: int, tapered: bool = T
         shares = range(chunks, 0, -1) if tapered and step == ranks - 1 else [1] * chunks
         pairs = zip(cut(rows, ranks, rank, shares), cut(rows, ranks, source, shares), strict=True)
         rounds += [Round(received, (Swap(to, sent, sent, source, received),)) for sent, received in pairs]
-    return Plan(rank, ranks, rows, own, own, False, tuple(rounds))
+    return Plan(rank, ranks, rows, own, own, tuple(rounds))
 
 
 @lru_cache(maxsize=256)
@@ -143,7 +142,7 @@ def reduce_plan(rows: int, ranks: int, rank: int, chunks: int, tapered: bool = T
         ]
     rounds.append(Round(own, ()))
     kept = _in_slot(rank, own, own)
-    return Plan(rank, ranks, ranks * (own.stop - own.start), own, kept, True, tuple(rounds))
+    return Plan(rank, ranks, ranks * (own.stop - own.start), own, kept, tuple(rounds))
 
 
 @lru_cache(maxsize=256)
@@ -155,7 +154,7 @@ def collective_gather_plan(rows: int, ranks: int, rank: int, rounds: int) -> Pla
         shards = [(to, source, slice(*bounds(rows, ranks, source))) for to, source in peers]
         swaps = tuple(Swap(to, own, own, source, received) for to, source, received in shards)
         planned.append(Round(_rows_of_ranks(rows, ranks, ahead), swaps))
-    return Plan(rank, ranks, rows, own, own, False, tuple(planned))
+    return Plan(rank, ranks, rows, own, own, tuple(planned))
 
 
 @lru_cache(maxsize=256)
@@ -174,7 +173,7 @@ def collective_reduce_plan(rows: int, ranks: int, rank: int, rounds: int) -> Pla
         moved = _all_to_all(swaps, ranks, rank, ours) if rows and swaps else None
         planned.append(Round(_rows_of_ranks(rows, ranks, behind), swaps, moved))
     own_last = (*planned[1:], planned[0])
-    return Plan(rank, ranks, ranks * (own.stop - own.start), own, kept, True, own_last)
+    return Plan(rank, ranks, ranks * (own.stop - own.start), own, kept, own_last)
 
 
 def _all_to_all(swaps: Sequence[Swap], ranks: int, rank: int, kept: slice | None) -> AllToAll:
@@ -289,11 +288,6 @@ def flag_of(epoch: int, code: int) -> int:
     """Return the int32 that flags of call number `epoch` hold; epochs wrap round."""
     word = (epoch << CODE_BITS | code % (1 << CODE_BITS)) % 2**32
     return word - 2**32 if word >= 2**31 else word
-
-
-def is_other_call(seen: int, awaited: int) -> bool:
-    """Whether a flag is of the same epoch as the one awaited, but of another call."""
-    return seen != awaited and seen >> CODE_BITS == awaited >> CODE_BITS
 
 
 def slot_of(epoch: int) -> int:

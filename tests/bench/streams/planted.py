@@ -88,11 +88,9 @@ FAULTS = {
     "pushes do not wait for rows that are computed": _lost(
         _D, "_push", "exchange.side.wait_for(current)", _column()
     ),
-    "who sent goes on while rows are being pushed": _lost(
-        _D, "_join", "exchange.side.let(current)", _column()
-    ),
+    "who sent goes on while rows are being pushed": _lost(_D, "end", "exchange.side.let(current)", _column()),
     "a capture ends while pushes are under way": _lost(
-        _D, "_join", "exchange.side.let(current)", _column(captured=True)
+        _D, "end", "exchange.side.let(current)", _column(captured=True)
     ),
     "pushed rows are not held": _lost(
         _D, "_push", "self._held.append(outgoing)", _program("row"), "self._held.append(outgoing[:0].clone())"

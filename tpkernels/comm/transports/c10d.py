@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from math import gcd
+from operator import methodcaller
 
 import torch
 from torch import Tensor
@@ -309,8 +310,8 @@ class Launches:
             return _nothing
         self._occupy()
         tag = self._call.tag
-        starts = [partial(_receive_one, rows, source, tag) for source, rows in incoming]
-        starts += [partial(_send_one, rows, to, tag) for to, rows in outgoing]
+        starts = [methodcaller("recv", [rows], source, tag) for source, rows in incoming]
+        starts += [methodcaller("send", [rows], to, tag) for to, rows in outgoing]
         peers = sorted({peer for peer, _ in (*outgoing, *incoming)})
         first = len(self._works)
         try:
@@ -361,16 +362,6 @@ class Launches:
     def _unreachable(self, peers: Sequence[int], error: RuntimeError) -> RuntimeError:
         refuse_other_devices(self._call.op, self._call.group, self._device)
         return self._call.blaming(_any(peers), "rank {} cannot be reached", error)
-
-
-def _send_one(rows: Tensor, to: int, tag: int, group: object) -> Work:
-    work: Work = group.send([rows], to, tag)  # type: ignore[attr-defined]
-    return work
-
-
-def _receive_one(rows: Tensor, source: int, tag: int, group: object) -> Work:
-    work: Work = group.recv([rows], source, tag)  # type: ignore[attr-defined]
-    return work
 
 
 def _any(ranks: Sequence[int]) -> str:

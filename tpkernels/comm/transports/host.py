@@ -11,7 +11,7 @@ The hazards of writing after reading, and what excludes each:
 - A chunk of epoch e + 1 lands while its owner reads epoch e: another buffer, with flags of its own.
 - A flag is seen before its data: it is written after them, by the same thread, and stores become visible in
   order (x86; elsewhere the interpreter's lock, taken between the two, orders them).
-- Rows are changed while they are being pushed: the caller waits for `wait()`.
+- Rows are changed while they are being pushed: the caller waits for `end()`.
 - A kernel stores into a slot itself: `before_kernels_push` waits for all `released` words, in this thread.
 
 Whoever waits for a flag or a `released` word looks now and then whether the rank that writes it still has its
@@ -34,8 +34,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import Call
-from tpkernels.comm.schedule import Plan, Swap, flag_of, is_other_call, peers_by_step, reusable_after
-from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange, code_of
+from tpkernels.comm.schedule import Plan, Round, Swap, flag_of, peers_by_step, reusable_after
+from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange
 from tpkernels.comm.transports.memory import Layout, Mailbox
 from tpkernels.comm.transports.processes import LOOK_SECONDS, Process
 
@@ -90,10 +90,8 @@ class HostExchange(MailboxExchange):
         self.let_go()
 
     def _delivery(self, epoch: int, needs_barrier: bool, plan: Plan, call: Call | None) -> HostDelivery:
-        """Needs no barrier: who writes looks at the `released` words."""
-        if call is not None:
-            call.announce()
-        return HostDelivery(self, epoch, plan, flag_of(epoch, code_of(call)), call)
+        """Needs no barrier: who writes looks at the `released` words. Needs no header: flags have a code."""
+        return HostDelivery(self, epoch, plan, flag_of(epoch, 0 if call is None else call.tag), call)
 
     def released(self, number: int) -> None:
         """Mark a call as read, and tell all ranks."""
@@ -126,30 +124,23 @@ class HostExchange(MailboxExchange):
         """Wait until `peer` has read the previous call in this slot."""
         epoch, released = delivery.number, self.mailbox(peer).released
 
-        def refusal() -> str:
-            return "it was closed" if self._closing.is_set() else ""
-
         def free() -> bool:
             return (int(released) - reusable_after(epoch)) % _COUNTED < _COUNTED // 2
 
-        if cause := self.poll(peer, free, refusal, delivery):
+        if cause := self.poll(peer, free, delivery):
+            op = "" if delivery.call is None else f"{delivery.op}: "
             raise RuntimeError(
-                f"{self.name} on rank {self.rank}: call {epoch} may begin once rank {peer} has read call "
+                f"{op}{self.name} on rank {self.rank}: call {epoch} may begin once rank {peer} has read call "
                 f"{reusable_after(epoch)}, which has read {int(released)}: {cause}"
             )
 
-    def poll(
-        self, peer: int, there: Callable[[], bool], refusal: Callable[[], str], delivery: HostDelivery
-    ) -> str:
-        """Wait until `peer` has written; return why it will not, or an empty text once it has.
-
-        refusal: why not to go on waiting, if so
-        """
+    def poll(self, peer: int, there: Callable[[], bool], delivery: HostDelivery) -> str:
+        """Wait until `peer` has written; return why it will not, or an empty text once it has."""
         started = time.monotonic()
         next_look, process = started + LOOK_SECONDS, self._processes.get(peer)
         while not there():
-            if cause := refusal():
-                return cause
+            if self._closing.is_set():
+                return "it was closed"
             now = time.monotonic()
             if now > started + self.timeout:
                 return f"the host waited {self.timeout:g} s"
@@ -159,8 +150,10 @@ class HostExchange(MailboxExchange):
                 closed = int(self.mailbox(peer).released) == _CLOSED
                 if (ended or closed) and not there():  # what it wrote before counts
                     return "its process has ended" if ended else "it has destroyed its process group"
-                if cause := delivery.failure:
-                    return cause
+                if (call := delivery.call) is not None:
+                    if cause := call.calls.first_failure():
+                        return cause
+                    call.calls.compare(call)
             time.sleep(POLL_SECONDS)
         return ""
 
@@ -175,56 +168,34 @@ class HostDelivery(MailboxDelivery):
         self.flag = flag
         self.awaited.fill_(flag)  # of the slot, whose last call has been read
         self._pushing: list[Future[None]] = []
-        self._confirmed = call is None  # whether all ranks are known to be in this call
 
     def keep(self, rows: Tensor) -> None:
         self.exchange.put(self.exchange.rank, self.plan.kept, rows, self)
 
-    def swap(self, swap: Swap, outgoing: Tensor) -> None:
-        self._pushing.append(self.exchange.pushing(swap, outgoing, self))
+    def move(self, round: Round, outgoing: Tensor, first_row: int) -> None:
+        for swap in round.swaps:
+            rows = outgoing
+            if swap.sent.stop - swap.sent.start != outgoing.shape[0]:
+                rows = outgoing[swap.sent.start - first_row : swap.sent.stop - first_row]
+            self._pushing.append(self.exchange.pushing(swap, rows, self))
 
     def before_kernels_push(self) -> None:
-        self.before_kernels_wait()
         for peer, _ in peers_by_step(self.exchange.ranks, self.exchange.rank):
             self.exchange.wait_until_free(peer, self)
 
-    @property
-    def failure(self) -> str:
-        """Return why the group has failed, or an empty text."""
-        return self.call.calls.first_failure() if self.call is not None else ""
-
-    def wait(self) -> None:
+    def end(self) -> None:
+        self.exchange.released(self.number)
         for pushing in self._pushing:
             pushing.result()
         self._pushing.clear()
-        if self.call is not None:
-            self.before_kernels_wait()
-            self.call.end()
-
-    def release(self) -> None:
-        self.exchange.released(self.number)
 
     def problem(self) -> BaseException | None:
         failed = (pushing.exception() for pushing in self._pushing if pushing.done())
         return next((error for error in failed if error is not None), None)
 
-    def before_kernels_wait(self) -> None:
-        """Compare headers: ranks in another call would never raise the flags."""
-        if not self._confirmed:
-            self._confirmed = True
-            assert self.call is not None
-            self.call.confirm()
-
     def missing(self, chunk: int) -> str:
-        self.before_kernels_wait()
-        if int(self.flags[chunk]) == self.flag:
-            return ""
-
-        def refusal() -> str:
-            return "it sent rows of another call" if is_other_call(int(self.flags[chunk]), self.flag) else ""
-
-        peer = chunk // self.exchange.splits
-        return self.exchange.poll(peer, lambda: int(self.flags[chunk]) == self.flag, refusal, self)
+        flag = self.flags[chunk]
+        return self.exchange.poll(chunk // self.exchange.splits, lambda: int(flag) == self.flag, self)
 
 
 def _copy(into: Tensor, rows: Tensor) -> None:

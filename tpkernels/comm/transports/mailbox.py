@@ -7,9 +7,9 @@ A `MailboxExchange` belongs to one rank of R and one shape. Call number e, its e
     delivery.awaited  (1,)             int32: e and a code of the call, which other calls do not have
 
 A gather pushes its shard to all; a reduce-scatter pushes row block d of its product to rank d. A kernel may
-store them there itself: `departures()` says where, and `before_kernels_push()` comes before it. `release()`
-says that the slots have been read; `wait()` that what we sent is out, so that its memory may change. Both
-must happen before the call after the next.
+store them there itself: `departures()` says where, and `before_kernels_push()` comes before it. `end()` says
+that the slots have been read, and waits until what we sent is out, so that its memory may change. It must
+come before the call after the next.
 
 Each rank has two slot buffers and two rows of flags, used in turn: a call is pushed while its receivers still
 read the one before. A flag is compared by equality: rows of another call, made by a rank that left the common
@@ -20,8 +20,7 @@ are being read, is the transport's: `host`, `shared`, `symmetric`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,7 +29,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import Call, blaming, handshake
-from tpkernels.comm.schedule import SLOTS, Plan, Round, Swap, slot_of
+from tpkernels.comm.schedule import SLOTS, Plan, Round, slot_of
 from tpkernels.comm.transports.memory import ALIGNED_WORDS, Departing, Landing, Mailbox
 from tpkernels.comm.transports.memory import Layout as Layout
 from tpkernels.comm.transports.order import CallOrder
@@ -65,7 +64,7 @@ class Opening(Meeting):
 
 
 class MailboxExchange:
-    """One rank's end of an exchange: `begin` a call, push, read its `MailboxDelivery`, `release` it."""
+    """One rank's end of an exchange: `begin` a call, push, read its `MailboxDelivery`, `end` it."""
 
     host_waits: bool  # whether the host can wait for a chunk
     margin = 0  # SMs that a waiting kernel leaves to those who push
@@ -184,14 +183,6 @@ class MailboxExchange:
     ) -> MailboxDelivery: ...
 
 
-def rows_sent(swap: Swap, outgoing: Tensor, first_row: int) -> Tensor:
-    """Return the rows of `outgoing` that a swap sends; see `MailboxDelivery.move`."""
-    sent = swap.sent
-    if sent.stop - sent.start == outgoing.shape[0]:
-        return outgoing
-    return outgoing[sent.start - first_row : sent.stop - first_row]
-
-
 class Counting(Protocol):
     """A kernel that flags of a captured graph need, see `kernels.flags`; the transports import none."""
 
@@ -214,16 +205,11 @@ class MailboxDelivery:
         return self.exchange.slots[self.slot]
 
     @abstractmethod
-    def swap(self, swap: Swap, outgoing: Tensor) -> None:
-        """Send a chunk."""
-
     def move(self, round: Round, outgoing: Tensor, first_row: int) -> None:
         """Send the rows of a round.
 
         outgoing: rows of the matrix from `first_row` on, all that are sent among them
         """
-        for swap in round.swaps:
-            self.swap(swap, rows_sent(swap, outgoing, first_row))
 
     @abstractmethod
     def keep(self, rows: Tensor) -> None:
@@ -270,31 +256,9 @@ class MailboxDelivery:
         """Return why pushing has failed, as far as the host knows, or None."""
         return None
 
+    @abstractmethod
     def end(self) -> None:
-        self.release()
-        with naming(self.call):
-            self.wait()
+        """Mark the slots as read: other ranks may write the call after the next. Wait until all is sent.
 
-    @abstractmethod
-    def release(self) -> None:
-        """Mark the slots as read: other ranks may write the call after the next."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Wait until all sends are done; raise an error if a rank does not take them in time."""
-
-
-@contextmanager
-def naming(call: Call | None) -> Iterator[None]:
-    """Let errors of an exchange, which serves many operators, name the operator that failed."""
-    try:
-        yield
-    except RuntimeError as error:
-        if call is None or str(error).startswith(f"{call.op}: "):
-            raise
-        raise RuntimeError(f"{call.op}: {error}") from error
-
-
-def code_of(call: Call | None) -> int:
-    """Return the bits of flags besides the epoch: the call's description."""
-    return 0 if call is None else call.tag
+        An error if a rank does not take it in time.
+        """

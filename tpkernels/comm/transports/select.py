@@ -99,23 +99,18 @@ class Exchanges:
         """
         if self.transport == "c10d":
             return None
-        if self.transport == "auto":
-            return self.best(op, key, group, to_all=to_all)
-        return self.asked_for(op, key, group)
-
-    def asked_for(self, op: str, key: Key, group: ProcessGroup) -> MailboxExchange:
-        """Over the transport that was asked for."""
-        if (found := self._open.get(key)) is None:
-            if not self.has_room():
-                self._close_oldest()
-            found = self.open("symmetric" if self.transport == IN_ROUNDS else self.transport, op, key, group)
-            self._note(key, self.transport, "asked for")
-        return found
-
-    def best(self, op: str, key: Key, group: ProcessGroup, *, to_all: bool) -> MailboxExchange | None:
-        """Shared memory, or None for c10d, as `auto` chooses: from what all ranks share, hence all alike."""
         if found := self._open.get(key):
             return found
+        if self.transport == "auto":
+            return self._best(op, key, group, to_all=to_all)
+        if not self.has_room():
+            self._close_oldest()
+        found = self.open("symmetric" if self.transport == IN_ROUNDS else self.transport, op, key, group)
+        self._note(key, self.transport, "asked for")
+        return found
+
+    def _best(self, op: str, key: Key, group: ProcessGroup, *, to_all: bool) -> MailboxExchange | None:
+        """Shared memory, or None for c10d, as `auto` chooses: from what all ranks share, hence all alike."""
         if why := self._against(key, group.size(), to_all):
             self._note(key, "c10d", why)
             return None

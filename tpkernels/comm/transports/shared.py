@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.comm.agreement import Closable, built_by_all, offers_here
+from tpkernels.comm.calls import PAGE_BYTES
 from tpkernels.comm.transports.host import HostExchange, pusher_of
 from tpkernels.comm.transports.mailbox import MailboxExchange, Meeting, Opening
 from tpkernels.comm.transports.processes import process_of
@@ -94,36 +95,62 @@ def mapped_by_all(
     wanted: what all must want alike
     problem: why this rank brings nothing, if so: then all raise
     """
-    number = 0 if problem else os.fstat(descriptor).st_ino
-    call, offer = meeting.begin(), f"{os.getpid()} {descriptor} {number}"
-    # a rank that cannot go on says so here: nobody waits for it below
-    here, offers = offers_here(meeting.title, call, problem, wanted, offer)
-    places = {peer: _Place(*map(int, offers[peer].split())) for peer in here}
+    call, found, page = meeting.begin(), dict[int, mmap.mmap](), -1
+    pages = call.calls.pages
+    try:
+        if not (problem or pages):  # nor have the other ranks
+            page = new_memory("calls", PAGE_BYTES)
+    except Exception as error:  # whatever it is, the others wait to be told
+        problem = f"{type(error).__name__}: {error}"
+    offer = " ".join(map(str, (os.getpid(), *_found_by(descriptor), *_found_by(page))))
 
     def map_and_build() -> B:
-        return build({peer: _mapped(place, count) for peer, place in places.items()})
+        if not pages:
+            for peer, at in places.items():
+                found[peer] = _mapped(at.process, at.page, at.page_number, PAGE_BYTES)
+        return build(
+            {
+                peer: Mapped(_mapped(at.process, at.descriptor, at.number, count), at.process)
+                for peer, at in places.items()
+            }
+        )
 
-    return built_by_all(meeting.title, call, map_and_build)
+    try:
+        # a rank that cannot go on says so here: nobody waits for it below
+        here, offers = offers_here(meeting.title, call, problem, wanted, offer)
+        places = {peer: _Place(*map(int, offers[peer].split())) for peer in here}
+        built = built_by_all(meeting.title, call, map_and_build)
+    finally:
+        if page >= 0:
+            os.close(page)
+    pages.update(found)
+    return built
 
 
 class _Place(NamedTuple):
-    """Where a rank's memory is found."""
+    """Where a rank's memory is found, and its page of calls."""
 
     process: int
     descriptor: int
-    number: int  # of the file: where /proc is of other processes, another may be there
+    number: int  # of the file
+    page: int
+    page_number: int
 
 
-def _mapped(place: _Place, count: int) -> Mapped:
+def _found_by(descriptor: int) -> tuple[int, int]:
+    """Return how other processes find a file: where /proc is of others, another may have its descriptor."""
+    return descriptor, os.fstat(descriptor).st_ino if descriptor >= 0 else 0
+
+
+def _mapped(process: int, descriptor: int, number: int, count: int) -> mmap.mmap:
     try:
-        with open(f"/proc/{place.process}/fd/{place.descriptor}", "r+b", buffering=0) as file:
-            if os.fstat(file.fileno()).st_ino != place.number:
-                raise PermissionError(f"/proc/{place.process} is of another process")
-            mapped = mmap.mmap(file.fileno(), count)
+        with open(f"/proc/{process}/fd/{descriptor}", "r+b", buffering=0) as file:
+            if os.fstat(file.fileno()).st_ino != number:
+                raise PermissionError(f"/proc/{process} is of another process")
+            return mmap.mmap(file.fileno(), count)
     except (PermissionError, FileNotFoundError) as error:
         raise RuntimeError(
             f"processes of one user reach each other's memory, it does not ({error!r}); use c10d"
         ) from error
     except Exception as error:
         raise RuntimeError(f"it cannot map the memory of the others ({error!r}); use c10d") from error
-    return Mapped(mapped, place.process)

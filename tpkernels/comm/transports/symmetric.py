@@ -18,7 +18,7 @@ The hazards of writing after reading, and what excludes each:
 - A flag is seen before its rows: it is written behind them in one stream, after a fence, or copied behind
   their copy.
 - The awaited word of a slot changes while a kernel waits for it: kernels of the slot's last call come before.
-- Rows are changed while they are being pushed: `wait()` lets the current stream wait for the pushes.
+- Rows are changed while they are being pushed: `end()` lets the current stream wait for the pushes.
 - A graph writes memory that was freed: an exchange that a graph has captured is kept as long as its group.
 
 A kernel that waits may take all SMs, so nothing that it waits for may need one behind it. Copies to other
@@ -46,15 +46,7 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import CannotTakePart, built_by_all, offers_here, offers_of_all
 from tpkernels.comm.calls import Call
-from tpkernels.comm.schedule import (
-    CODE_BITS,
-    SLOTS,
-    Plan,
-    Round,
-    Swap,
-    flag_of,
-    slot_of,
-)
+from tpkernels.comm.schedule import CODE_BITS, SLOTS, Plan, Round, Swap, flag_of, slot_of
 from tpkernels.comm.side_stream import SideStream, StreamOrder
 from tpkernels.comm.transports.mailbox import Counting, MailboxDelivery, MailboxExchange, Opening
 from tpkernels.comm.transports.memory import Departing, Layout
@@ -131,7 +123,6 @@ class SymmetricExchange(MailboxExchange):
             self.margin = _COPIES
         self.handle, self._memory = handle, memory
         self.stream_order, self.side = streams or GroupStreams.of(memory.device)
-        self.flag_words = [flags.view(torch.uint32) for flags in self.flags]
         self.awaited_words = [awaited.view(torch.uint32) for awaited in self.awaited]
         self._counts = torch.zeros(SLOTS, 1, dtype=torch.int32, device=memory.device).unbind()
         self._seen = self.status  # which the host sees on a CPU
@@ -160,16 +151,9 @@ class SymmetricExchange(MailboxExchange):
         """
         found = self._pushes.get((slot, id(swaps), first_row))
         if found is None or found[0] is not swaps:
-            found = self._keep_pushes(slot, swaps, first_row, self.new_pushes(slot, swaps, first_row))
+            made = [self._push_to(slot, swap.to, swap.lands, swap.sent.start - first_row) for swap in swaps]
+            found = self._keep_pushes(slot, swaps, first_row, tuple(made))
         return found[1]
-
-    def new_pushes(self, slot: int, swaps: Sequence[Swap], first_row: int) -> Pushes:
-        made = tuple(self._push_to(slot, swap.to, swap.lands, swap.sent.start - first_row) for swap in swaps)
-        assert all(
-            len(push.landing) == swap.sent.stop - swap.sent.start
-            for push, swap in zip(made, swaps, strict=True)
-        )
-        return made
 
     def own_push(self, slot: int, kept: slice) -> Pushes:
         """Where our own rows go."""
@@ -216,7 +200,7 @@ class SymmetricExchange(MailboxExchange):
                 stacklevel=2,
             )
         self.in_flight.clear()
-        for views in (self.flag_words, self.awaited_words, self._pushes):
+        for views in (self.awaited_words, self._pushes):
             views.clear()
         self.let_go()
         del self.handle, self._memory
@@ -281,10 +265,6 @@ class SymmetricDelivery(MailboxDelivery):
     def keep(self, rows: Tensor) -> None:
         self._put(self.exchange.own_push(self.slot, self.plan.kept), rows)
 
-    def swap(self, swap: Swap, outgoing: Tensor) -> None:
-        start = swap.sent.start
-        self._push(self.exchange.new_pushes(self.slot, [swap], start), outgoing)
-
     def move(self, round: Round, outgoing: Tensor, first_row: int) -> None:
         if swaps := round.swaps:
             self._push(self.exchange.pushes(self.slot, swaps, first_row), outgoing)
@@ -336,27 +316,14 @@ class SymmetricDelivery(MailboxDelivery):
             current.wait_event(self._barrier)
 
     def end(self) -> None:
-        """Both at once. Neither of them waits, or fails."""
-        current = self.exchange.stream_order.current()
-        self.exchange.order.released(self.number)
-        self._join(current)
-
-    def release(self) -> None:
-        self.exchange.stream_order.current()  # the next call comes after it
-        self.exchange.order.released(self.number)
-
-    def wait(self) -> None:
-        """After `release`: a capture fails unless the streams that push have been joined at its end."""
-        self._join(self.exchange.stream_order.current() if self._held else None)
-
-    def _join(self, current: torch.Stream | None) -> None:
-        """Have the current stream wait for the pushes."""
+        """Have the current stream wait for the pushes: a capture fails unless they are joined at its end."""
         exchange = self.exchange
-        if not self._held:
-            return
-        exchange.side.let(current)
-        self._held.clear()
-        exchange.in_flight.discard(self)
+        current = exchange.stream_order.current()  # the next call comes after it
+        exchange.order.released(self.number)
+        if self._held:
+            exchange.side.let(current)
+            self._held.clear()
+            exchange.in_flight.discard(self)
 
 
 class _Rehearsal(SymmetricDelivery):
