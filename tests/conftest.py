@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,6 +27,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # A worker of xdist by its environment: what tests start would take itself for one, and measure nothing.
 os.environ.pop("PYTEST_XDIST_WORKER", None)
+
+# The same examples each time, for as long as a busy machine takes; a machine with a GPU need not have it.
+with suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "busy", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("busy")
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:

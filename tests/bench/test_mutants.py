@@ -8,6 +8,7 @@ import pytest
 
 from bench.mutants.__main__ import Tree, Trials, nearest_tests, table
 from bench.mutants.draw import Mutant, Sites, drawn
+from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]
 SOURCE = """\
@@ -74,7 +75,7 @@ def line_with(before, after):
     ids=["wrong", "hangs", "crashes", "not_noticed"],
 )
 def test_fault_meets_its_tests(tree, before, after, ended, by):
-    trials = Trials(seconds=60, hang=3 if ended == "hung" else 60)
+    trials = Trials(seconds=60, hang=patient(5) if ended == "hung" else 60)
     trials.broken.add("tests/room/test_it.py::test_broken")
     found = trials.judge(tree, line_with(before, after))
     assert (found["result"], found["ended"]) == ("survived" if ended == "passed" else "killed", ended)

@@ -176,7 +176,7 @@ def main_where_rank_1_hangs(command):
 
     def slow(trainer):
         if trainer.done == 2 and dist.get_rank() == 1:
-            time.sleep(2.5 * float(command[-1]))
+            time.sleep(2.0 * float(command[-1]))
         return step(trainer)
 
     with patch.object(Trainer, "_step", slow):
@@ -184,7 +184,7 @@ def main_where_rank_1_hangs(command):
 
 
 def test_a_rank_that_hangs_is_given_up_in_time(ranks2):
-    seconds = round(patient(3))
+    seconds = round(patient(4))
     run = told_by(ranks2, main_where_rank_1_hangs, [*TRAIN, *ENDLESS, "--timeout", str(seconds)])
     assert run.returncode == 1
     assert "rank 0: RuntimeError" in run.stderr
