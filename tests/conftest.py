@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -58,6 +59,14 @@ def pytest_collection_finish() -> None:
     """What is imported is neither garbage nor a model's wrapper: `parallelize` looks at all other objects."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _whatever_ran_before() -> None:
+    """Tests run in any order: random numbers, and how often code was compiled, are of each test alone."""
+    torch.manual_seed(20261121)
+    if "torch._dynamo" in sys.modules:  # else nothing has been compiled
+        torch.compiler.reset()
 
 
 @pytest.fixture(scope="session")
