@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
-from tpkernels.tp_invariance import mode
+import tpkernels.tp_invariance
+from tpkernels.tp_invariance import OpInSegments, tp_invariant
 
 
 @contextmanager
 def tp_invariance(segments: int) -> Iterator[None]:
-    """As if the process had begun with so many; what it had built before, others may use again afterwards."""
-    before = mode.segments, mode.used_by
-    mode.segments, mode.used_by = segments, ""
+    """Layers that are built meanwhile, and ops without a layer, have so many segments."""
+    before = tpkernels.tp_invariance.default.segments
+    tp_invariant(segments)
     try:
         yield
     finally:
-        mode.segments, mode.used_by = before
+        tp_invariant(before)
+
+
+def in_op(segments: int) -> OpInSegments:
+    """Kernels that are called meanwhile are those of an op with so many segments."""
+    return OpInSegments(segments, nullcontext())

@@ -1,4 +1,4 @@
-"""The mode of TP-invariance: what turns it on, what is refused, and when it is too late."""
+"""TP-invariance: what turns it on, what is refused, and the tree in which sums are added."""
 
 from __future__ import annotations
 
@@ -7,36 +7,29 @@ import runpy
 import pytest
 
 import tpkernels
-from tpkernels import tp_invariance
-from tpkernels.tp_invariance import Mode, tree_sum
-
-
-@pytest.fixture(autouse=True)
-def _off_and_unused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tp_invariance.mode, "segments", 0)
-    monkeypatch.setattr(tp_invariance.mode, "used_by", "")
+from tests.segments import in_op, tp_invariance
+from tpkernels.tp_invariance import own_segments, segments_of_op, tree_sum
 
 
 @pytest.mark.parametrize(("value", "segments"), [("", 0), ("0", 0), ("8", 8), ("1", 1), ("1024", 1024)])
 def test_environment_turns_it_on(value, segments, monkeypatch):
     monkeypatch.setenv("TPKERNELS_TP_INVARIANT", value)
-    assert runpy.run_path(tp_invariance.__file__)["mode"].segments == segments
+    assert runpy.run_path(tpkernels.tp_invariance.__file__)["default"].segments == segments
 
 
 @pytest.mark.parametrize("value", ["yes", "-8", "8.0", "6", "2048"])
 def test_environment_that_says_nothing_of_use_is_refused(value, monkeypatch):
     monkeypatch.setenv("TPKERNELS_TP_INVARIANT", value)
     with pytest.raises(ValueError, match=r"TPKERNELS_TP_INVARIANT.*power of two"):
-        runpy.run_path(tp_invariance.__file__)
+        runpy.run_path(tpkernels.tp_invariance.__file__)
 
 
-def test_a_call_turns_it_on_and_off():
-    tpkernels.tp_invariant()
-    assert tp_invariance.mode.segments == 8
-    tpkernels.tp_invariant(segments=2)
-    assert tp_invariance.mode.segments == 2
-    tpkernels.tp_invariant(0)
-    assert tp_invariance.mode.segments == 0
+def test_a_call_sets_the_default():
+    with tp_invariance(0):
+        tpkernels.tp_invariant()
+        assert tpkernels.tp_invariance.default.segments == 8
+        tpkernels.tp_invariant(segments=2)
+        assert tpkernels.tp_invariance.default.segments == 2
 
 
 @pytest.mark.parametrize(
@@ -49,23 +42,27 @@ def test_other_numbers_have_no_common_tree_and_other_types_are_refused(segments,
         tpkernels.tp_invariant(segments)
 
 
-def test_what_was_built_keeps_its_segments():
-    tpkernels.tp_invariant(8)
-    tp_invariance.mode.fix("a layer")
-    tpkernels.tp_invariant(8)
-    with pytest.raises(RuntimeError, match=r"tp_invariant\(4\): a layer has used 8 segments already"):
-        tpkernels.tp_invariant(4)
-    with pytest.raises(RuntimeError, match="before groups and layers are made"):
-        tpkernels.tp_invariant(0)
+def test_kernels_are_told_while_an_op_runs_and_not_after_an_error():
+    seen = []
+
+    def op() -> None:
+        with in_op(8):
+            seen.append(segments_of_op())
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        op()
+    assert seen == [8]
+    assert segments_of_op() == 0
 
 
 def test_each_rank_has_as_many_segments():
-    assert [Mode(8).own_segments("an op", ranks) for ranks in (1, 2, 4, 8)] == [8, 4, 2, 1]
-    assert Mode(0).own_segments("an op", 3) == 0
+    assert [own_segments("an op", 8, ranks) for ranks in (1, 2, 4, 8)] == [8, 4, 2, 1]
+    assert own_segments("an op", 0, 3) == 0
     for ranks in (3, 6, 16):
         said = f"an op: expected .* the 8 segments of TP-invariance, got {ranks}"
         with pytest.raises(ValueError, match=said):
-            Mode(8).own_segments("an op", ranks)
+            own_segments("an op", 8, ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

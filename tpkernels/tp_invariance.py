@@ -5,7 +5,9 @@ segments / R neighbouring ones. Each segment is computed by the same calls as on
 Partial sums are added in one binary tree, first a rank's own, then those of the ranks. So neither a call nor
 the order of a sum depends on R. A tree has such subtrees for all R only if `segments` is a power of two.
 
-TPKERNELS_TP_INVARIANT=8, read when this module is imported, or `tp_invariant(segments=8)` turns it on.
+A layer is built with a number of segments, which it keeps. `tp_invariant(segments=8)`, or
+TPKERNELS_TP_INVARIANT=8 when this module is imported, says with how many layers are built from then on; an op
+that is called without a layer takes the same number. While an op runs, kernels ask `segments_of_op`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,35 +26,8 @@ MOST_SEGMENTS = 1024
 T = TypeVar("T", bound=Any)
 
 
-@dataclass
-class Mode:
-    """The mode of the process. segments: 0: off; used_by: the first user, which fixes the mode"""
-
-    segments: int = 0
-    used_by: str = ""
-
-    @property
-    def described(self) -> str:
-        """The mode as text, which ranks compare with their requests."""
-        return f" and {VARIABLE}={self.segments}" if self.segments else ""
-
-    def fix(self, user: str) -> int:
-        """Fix the mode for the rest of the process; return the segments."""
-        self.used_by = self.used_by or user
-        return self.segments
-
-    def own_segments(self, user: str, ranks: int) -> int:
-        """Return the segments of each of `ranks` ranks, or 0 if off; raise if ranks do not divide them."""
-        segments = self.fix(user)
-        if segments % ranks:
-            raise ValueError(
-                f"{user}: expected a tensor-parallel size that divides the {segments} segments of "
-                f"TP-invariance, got {ranks}; choose 1, 2, 4, ... {segments}, or more segments"
-            )
-        return segments // ranks
-
-
-def _checked(segments: object, name: str) -> int:
+def checked(segments: object, name: str) -> int:
+    """Return segments that were asked for as `name`; raise if they are no number of segments."""
     if isinstance(segments, bool) or not isinstance(segments, int):
         raise TypeError(f"{name}: expected a whole number, got {segments!r}")
     if segments and not (0 < segments <= MOST_SEGMENTS and segments & (segments - 1) == 0):
@@ -65,24 +42,67 @@ def _of_environment() -> int:
     value = os.environ.get(VARIABLE, "") or "0"
     if not value.isdecimal():
         raise ValueError(f"{VARIABLE} is {value!r}; expected 0 (off) or a power of two, such as 8")
-    return _checked(int(value), VARIABLE)
+    return checked(int(value), VARIABLE)
 
 
-mode = Mode(_of_environment())
+@dataclass
+class Default:
+    """With how many segments layers are built, and ops without a layer compute; 0: without TP-invariance."""
+
+    segments: int
+
+
+default = Default(_of_environment())
 
 
 def tp_invariant(segments: int = 8) -> None:
-    """Make later results bitwise equal at every tensor-parallel size that divides `segments`; 0: off.
+    """Make results of layers built from now on bitwise equal at every tensor-parallel size.
 
-    Called on all ranks alike, before groups and layers are made; these keep their mode.
+    Layers keep the segments that they were built with. Called on all ranks alike.
+
+    segments: a power of two, which all these sizes divide; 0: off
     """
-    segments = _checked(segments, "tp_invariant")
-    if mode.used_by and segments != mode.segments:
-        raise RuntimeError(
-            f"tp_invariant({segments}): {mode.used_by} has used {mode.segments} segments already; call it "
-            "before groups and layers are made, and before the first op over a group"
+    default.segments = checked(segments, "tp_invariant")
+
+
+def given_or_default(segments: int | None, name: str = "tp_invariant") -> int:
+    """Return the segments that were asked for; None asks for the default."""
+    return default.segments if segments is None else checked(segments, name)
+
+
+def own_segments(user: str, segments: int, ranks: int) -> int:
+    """Return the segments of each of `ranks` ranks, or 0 without them; raise if ranks do not divide them."""
+    if segments % ranks:
+        raise ValueError(
+            f"{user}: expected a tensor-parallel size that divides the {segments} segments of "
+            f"TP-invariance, got {ranks}; choose 1, 2, 4, ... {segments}, or more segments"
         )
-    mode.segments = segments
+    return segments // ranks
+
+
+_of_op: ContextVar[int] = ContextVar("segments of the op that runs", default=0)
+segments_of_op = _of_op.get  # which no kernel is given: it would be an argument of each of them
+
+
+class OpInSegments:
+    """While entered, kernels choose tiles and forms as at every tensor-parallel size; ops do not nest."""
+
+    def __init__(self, segments: int, op: AbstractContextManager[object]) -> None:
+        """op: is entered, too"""
+        self._segments, self._op = segments, op
+
+    def __enter__(self) -> None:
+        self._op.__enter__()
+        _of_op.set(self._segments)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        _of_op.set(0)
+        self._op.__exit__(kind, error, trace)
+
+
+def described() -> str:
+    """Return the default as text, which ranks compare with their requests."""
+    return f" and {VARIABLE}={default.segments}" if default.segments else ""
 
 
 def tree_sum(parts: Iterable[T], add: Callable[[T, T], T] = operator.add) -> T:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.comm.counting import group_of, standing_in_for
+from tests.segments import in_op
 from tpkernels.comm.carveout import CollectivesInFlight, blocks_of
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.timing import rounds
@@ -20,7 +21,6 @@ from tpkernels.env import NCCL_BLOCKS
 from tpkernels.groups.c10d import options_beside_products
 from tpkernels.kernels.target import H100, INTERPRETER, left_free
 from tpkernels.ops import column_linear, row_linear
-from tpkernels.tp_invariance import mode
 
 setting, set_to = torch._C._get_sm_carveout_experimental, torch._C._set_sm_carveout_experimental
 ALL, BESIDE = H100.processors, H100.processors - NCCL_BLOCKS
@@ -69,7 +69,7 @@ def test_groups_at_once_add_up_and_collectives_of_one_group_do_not(users):
     for number, (group, expected) in enumerate(steps):
         carveout.begin(group, device) if number < 3 else carveout.end(group)
         assert (setting() or 0) == users + expected * NCCL_BLOCKS
-    with patch.object(mode, "segments", 8):  # cuBLAS keeps the kernels that it has on a rank alone
+    with in_op(8):  # cuBLAS keeps the kernels that it has on a rank alone
         carveout.begin(one, device)
         assert (setting() or 0) == users
         carveout.end(one)

@@ -9,7 +9,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from tests.dispatch.conftest import TRITON_WINS, FakeTimer
 from tests.kernels.checks import assert_written, rows_for
 from tests.products import pairwise
-from tpkernels import tp_invariance
+from tests.segments import in_op
 from tpkernels.dispatch import backends, norms, primitives, products, vocabulary
 from tpkernels.dispatch.record import Layer
 from tpkernels.dispatch.soundness import results_of, scratch_like
@@ -281,14 +281,13 @@ def test_batch_invariance_leaves_no_choice_and_warns_of_torch(resolved, monkeypa
     assert "TPKERNELS_BATCH_INVARIANT=1 promises nothing there" in said
 
 
-def test_tp_invariance_takes_kernels_on_gpus_and_torch_on_cpus(resolved, monkeypatch):
-    monkeypatch.setattr(tp_invariance.mode, "segments", 8)
-    assert resolved() == ("invariant", [])
-    assert resolved(torch.device("cpu")) == ("torch", [])
+def test_tp_invariance_takes_kernels_on_gpus_and_torch_on_cpus(resolved):
     dy = torch.randn(5, 8)
-    assert products.bias_grad.takes(dy), "torch's order of rows depends on the columns"
-    assert not products.bias_grad.takes(dy.double())
-    monkeypatch.setattr(tp_invariance.mode, "segments", 0)
+    with in_op(8):
+        assert resolved() == ("invariant", [])
+        assert resolved(torch.device("cpu")) == ("torch", [])
+        assert products.bias_grad.takes(dy), "torch's order of rows depends on the columns"
+        assert not products.bias_grad.takes(dy.double())
     assert resolved() == ("fastest", [])
     assert not products.bias_grad.takes(dy)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.interop.megatron_cpu import parallel_state_of
-from tpkernels.tp_invariance import mode, tp_invariant
+from tpkernels.tp_invariance import tp_invariant
 
 Given = dict[str, Any]
 
@@ -215,7 +215,7 @@ def refusals():
             for kind, inputs in (("column", x), ("embedding", torch.tensor([[1]]))):
                 refused("no TP-invariance inside Megatron", built(LayerCase(kind), ours=True), inputs)
         finally:
-            mode.segments, mode.used_by = 0, ""
+            tp_invariant(0)
         del sys.modules["fused_weight_gradient_mlp_cuda"]
         config = config_of()
         config.defer_embedding_wgrad_compute = True

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from tests.kernels.checks import LAYOUTS, normal
-from tpkernels import tp_invariance
+from tests.segments import in_op
 from tpkernels.dispatch import norms, products, scaled, vocabulary  # noqa: F401  # whose records fill RECORDS
 from tpkernels.dispatch.primitives import RECORDS
 from tpkernels.dispatch.record import Layer
@@ -107,9 +107,8 @@ def set_to(target: Target, left=0, tf32=False, batch=False, tp=0) -> Iterator[No
     """On this GPU, with these settings."""
     matmul: Any = torch.backends.cuda.matmul
     before = matmul.fp32_precision, torch._C._get_sm_carveout_experimental()
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, in_op(tp):
         patch.setattr(invariance, "batch_invariant", batch)
-        patch.setattr(tp_invariance.mode, "segments", tp)
         matmul.fp32_precision = "tf32" if tf32 else "ieee"
         torch._C._set_sm_carveout_experimental(left)
         try:

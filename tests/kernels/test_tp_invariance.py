@@ -1,5 +1,6 @@
 """In TP-invariant mode kernels are chosen, and add, alike at every tensor-parallel size."""
 
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import product
@@ -11,7 +12,7 @@ from torch import Tensor
 from tests.kernels.checks import DTYPES
 from tests.kernels.waiting import EPOCH, arrivals
 from tests.products import once
-from tpkernels import tp_invariance
+from tests.segments import in_op
 from tpkernels.kernels import invariance, launch
 from tpkernels.kernels.bias_grad import bias_grad
 from tpkernels.kernels.dglu import dglu
@@ -31,8 +32,9 @@ RAGGED_WIDTHS = (1, 3, 4, 12, 45)
 
 
 @pytest.fixture(autouse=True)
-def _tp_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tp_invariance.mode, "segments", SEGMENTS)
+def _tp_invariant() -> Iterator[None]:
+    with in_op(SEGMENTS):
+        yield
 
 
 def meta(rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -108,11 +110,11 @@ def test_what_would_change_the_form_is_refused(call, dtype):
 
 
 @pytest.mark.parametrize("call", ["column", "row_dgrad", "column_wgrad", "row_wgrad", "glu"])
-def test_in_plain_mode_they_do_change(call, monkeypatch):
+def test_in_plain_mode_they_do_change(call):
     """Else the tests above prove nothing."""
-    monkeypatch.setattr(tp_invariance.mode, "segments", 0)
     for width in (512, 12):
-        found = [launched(call, H100, torch.bfloat16, ranks, width, 2048, 4096) for ranks in SIZES]
+        with in_op(0):
+            found = [launched(call, H100, torch.bfloat16, ranks, width, 2048, 4096) for ranks in SIZES]
         assert any(one != found[0] for one in found), width
 
 
@@ -125,14 +127,14 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_views_that_contradict_are_refused_by_name(make, monkeypatch):
+def test_views_that_contradict_are_refused_by_name(make):
     with launch.recording(H100) as launches:
         with pytest.raises(ValueError, match=r"linear_fwd: TP-invariance expected .* but x (starts|has) "):
             linear_fwd(make(), meta(64, 64))
         linear_fwd(meta(0, 64), meta(64, 64))  # nothing of it
         wgrad(meta(0, 64), meta(0, 64))  # zeros
-        monkeypatch.setattr(tp_invariance.mode, "segments", 0)
-        linear_fwd(make(), meta(64, 64))
+        with in_op(0):
+            linear_fwd(make(), meta(64, 64))
     assert len(launches) == 2
 
 
@@ -244,6 +246,6 @@ def test_bias_gradients_are_summed_row_after_row():
      (0, True, "TPKERNELS_BATCH_INVARIANT=1"), (0, False, "")],
 )  # fmt: skip
 def test_what_forbids_choices_is_named(segments, batch, expected, monkeypatch):
-    monkeypatch.setattr(tp_invariance.mode, "segments", segments)
     monkeypatch.setattr(invariance, "batch_invariant", batch)
-    assert invariance.why_fixed() == expected
+    with in_op(segments):
+        assert invariance.why_fixed() == expected

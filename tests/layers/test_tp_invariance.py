@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,10 +25,12 @@ from tpkernels import (
     GradientBuckets,
     LayerNorm,
     ParallelAttention,
+    ParallelMLP,
     ParallelState,
     RowParallelLinear,
     TransformerBlock,
     VocabParallelEmbedding,
+    check,
     manual_seed,
     ops,
     use,
@@ -223,3 +226,53 @@ def test_ranks_that_disagree_all_get_an_error():
             create_parallel_state(plan_groups(world_size=2, tensor=2))
         with pytest.raises(ValueError, match=f"{VARIABLE}=8"):
             ops.row_linear(x, weight, None, dist.group.WORLD)
+
+
+LAYERS: dict[str, Callable[..., nn.Module]] = {
+    "column": partial(ColumnParallelLinear, 16, 32, gather_output=False),
+    "row": partial(RowParallelLinear, 32, 16, input_is_parallel=True),
+    "mlp": partial(ParallelMLP, 16, 64),
+    "attention": partial(ParallelAttention, 16, 8, num_kv_heads=2, head_size=8),
+    "norm": partial(LayerNorm, 16),
+    "embedding": partial(VocabParallelEmbedding, 64, 16),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@on_ranks(2)
+def test_layers_keep_the_segments_they_were_built_with(kind):
+    """Whatever the default is when they compute, forward and backward."""
+
+    def bits(built_in: int, computes_in: int, **given: int) -> dict[str, str]:
+        torch.manual_seed(1)
+        with tp_invariance(built_in):
+            layer = LAYERS[kind](state=dist.group.WORLD, sequence_parallel=True, **given)
+        x = torch.randn(8, 3, 16, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        with tp_invariance(computes_in):
+            y = layer((x.detach() * 9).long().abs() if kind == "embedding" else x)
+            y = y[0] if isinstance(y, tuple) else y
+        y.square().sum().backward()
+        named = {name: p.grad for name, p in layer.named_parameters()}
+        return _hash({"y": y.detach(), "dx": x.grad, **named})
+
+    invariant, plain = bits(8, 8), bits(0, 0)
+    assert bits(8, 0) == bits(0, 8, tp_invariant=8) == invariant
+    assert bits(0, 8) == bits(8, 8, tp_invariant=0) == plain
+    assert invariant != plain or kind == "embedding", "else this proves nothing"
+
+
+@on_ranks(2)
+def test_layers_of_ranks_that_differ_and_mixed_models_are_told():
+    rank = dist.get_rank()
+    layer = RowParallelLinear(32, 16, input_is_parallel=True, state=dist.group.WORLD, tp_invariant=8 * rank)
+    with pytest.raises(RuntimeError, match=r"left the common order of calls.* in 8 segments"):
+        layer(torch.ones(8, 16))
+
+
+@on_ranks(2)
+def test_check_finds_layers_of_several_segments():
+    build = partial(ColumnParallelLinear, 16, 32, state=dist.group.WORLD)
+    model = nn.Sequential(build(tp_invariant=8), build())
+    with pytest.raises(ValueError, match=r"one number of segments of TP-invariance, got \[0, 8\]"):
+        check(model)
+    check(nn.Sequential(build(tp_invariant=8), build(tp_invariant=8)))

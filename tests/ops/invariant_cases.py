@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import tpkernels.tp_invariance
 from tests.ops.transport_cases import using
 from tests.segments import tp_invariance
 from tpkernels import ops
 from tpkernels.ops.tensor_parallel.segment_heads import segment_heads
-from tpkernels.tp_invariance import mode
 
 Whole = tuple[
     Tensor | None, int | None
@@ -228,7 +228,7 @@ def _heads(s: Setting) -> dict[str, Whole]:
     heads = int(s.option)
     x = leaf(drawn(1, s.tokens, BATCH, heads * 8), 2, s.dtype)
     y = segment_heads(x, dist.group.WORLD, heads)
-    dy = drawn(2, s.tokens, BATCH, mode.segments, 8)
+    dy = drawn(2, s.tokens, BATCH, tpkernels.tp_invariance.default.segments, 8)
     dy[:1] = -0.0
     y.backward(leaf(dy, 2, s.dtype).detach())
     return {"y": (y.detach(), 2), "dx": (x.grad, 2)}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.loopback import open_loopback, start
-from tpkernels import tp_invariance
+from tests.segments import in_op
 from tpkernels.comm.transports.memory import Layout
 from tpkernels.kernels import invariance
 from tpkernels.kernels.reference import reduce_slots_ref
@@ -33,7 +33,7 @@ def test_slots_of_ranks_are_added_in_the_order_that_terms_ask_for(tree, bias):
 
 def test_terms_of_segments_are_added_in_a_tree():
     pairs = [(torch.ones(4, 8), torch.ones(2, 8))]
-    assert Segmented(4).terms(pairs, True, torch.float32).tree
+    assert Segmented(8, 4).terms(pairs, True, torch.float32).tree
     assert not PLAIN.terms(pairs, True, torch.float32).tree
 
 
@@ -43,8 +43,8 @@ def test_terms_of_segments_are_added_in_a_tree():
 )
 def test_no_kernel_pushes_and_no_way_is_timed_where_bits_are_fixed(segments, batch, why, monkeypatch):
     monkeypatch.delenv("TPKERNELS_TUNE", raising=False)
-    monkeypatch.setattr(tp_invariance.mode, "segments", segments)
     monkeypatch.setattr(invariance, "batch_invariant", batch)
     terms = PLAIN.terms([(torch.ones(4, 8), torch.ones(2, 8))], True, torch.float32)
-    assert FLAG_KERNELS.pushes(terms, torch.float32) is (why == "")
-    assert _why_not_timed() == why
+    with in_op(segments):
+        assert FLAG_KERNELS.pushes(terms, torch.float32) is (why == "")
+        assert _why_not_timed() == why

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import tpkernels.tp_invariance
 from tests.on_ranks import on_ranks
 from tests.ops.invariant_cases import Setting, drawn, hashes, hashes_by_kernels, norm, whole_of
 from tests.ops.test_parallel_citizens import unlike_compiled
@@ -22,7 +23,6 @@ from tpkernels import ops
 from tpkernels.ops.tensor_parallel import mappings
 from tpkernels.ops.tensor_parallel.segment_heads import segment_heads
 from tpkernels.ops.tensor_parallel.segments import canonical
-from tpkernels.tp_invariance import mode
 
 DTYPES = (torch.float32, torch.bfloat16)
 OPTIONS = {
@@ -66,7 +66,7 @@ def norms_and_products(x: Tensor, w: Tensor, w2: Tensor, bias: Tensor) -> Tensor
     y = ops.layer_norm(x, w[0], bias, group=group) * ops.rms_norm(x, w2[0], group=group)
     h = ops.column_linear(y, [w, w2], None, group, activation="gelu", sequence_parallel=True)
     y = ops.row_linear(h[0] * h[1], w, None, group, sequence_parallel=True)
-    if mode.segments:
+    if tpkernels.tp_invariance.default.segments:
         y = y.sum() + segment_heads(h[0], group, 1).sin().sum() + segment_heads(y, group, 4).cos().sum()
     return y
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpkernels import tp_invariance
 from tpkernels.buckets.engine import LONGEST_TIMEOUT, Engine, EngineOptions
 from tpkernels.buckets.forks import copy_in_forks
 from tpkernels.buckets.live_group import LiveGroup
@@ -37,7 +38,6 @@ from tpkernels.comm.transports.mailbox import Meeting
 from tpkernels.comm.transports.processes import Process, process_of
 from tpkernels.comm.transports.shared import Mapped, mapped_by_all, new_memory
 from tpkernels.groups import c10d
-from tpkernels.tp_invariance import mode
 
 CPU = torch.device("cpu")
 LINE_BYTES = 64  # of a cache
@@ -278,7 +278,7 @@ class _MappedRanks:
 
 def refuse_backend(ranks: int, why: str) -> None:
     """Raise if TP-invariance forbids a backend's sums over `ranks` ranks. why: the backend adds"""
-    if ranks > 2 and mode.fix("GradientBuckets"):
+    if ranks > 2 and tp_invariance.default.segments:
         raise ValueError(
             f"GradientBuckets: expected 1 or 2 data-parallel ranks with TP-invariance, got {ranks} ({why}): "
             "with more, backends add a gradient in an order that depends on its offset in the bucket; "

@@ -22,9 +22,9 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from tpkernels import tp_invariance
 from tpkernels.comm.agreement import Claim, Problem, agree
 from tpkernels.groups.checksums import sums_of_bits
-from tpkernels.tp_invariance import mode
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 _END = (object(),)
@@ -71,7 +71,7 @@ def problem_of_order(named: Sequence[tuple[str, Tensor]], marked: Sequence[bool]
 
     marked: for each parameter, whether its gradient is summed over the tensor-parallel group as well
     """
-    if not mode.fix("GradientBuckets"):
+    if not tp_invariance.default.segments:
         return None
     for (name, _), is_marked in zip(named, marked, strict=True):
         if is_marked:

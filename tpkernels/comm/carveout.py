@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import calls_so_far
 from tpkernels.env import NCCL_BLOCKS
-from tpkernels.tp_invariance import mode
+from tpkernels.tp_invariance import segments_of_op
 
 
 class CollectivesInFlight:
@@ -64,7 +64,7 @@ def _add(processors: int) -> None:
 
 def _known_blocks_of(group: ProcessGroup, device: torch.device) -> int:
     """`blocks_of`, asked once of a group that has calls: it keeps the options that it was made with."""
-    calls, key = calls_so_far(group), (device, mode.segments)
+    calls, key = calls_so_far(group), (device, segments_of_op())
     blocks = None if calls is None else calls.blocks.get(key)
     if blocks is None:
         blocks = blocks_of(group, device)
@@ -78,7 +78,7 @@ def blocks_of(group: ProcessGroup, device: torch.device) -> int:
 
     None on a CPU, and with TP-invariance. Of a small GPU an eighth at most.
     """
-    if mode.segments or device.type == "cpu":
+    if segments_of_op() or device.type == "cpu":
         return 0
     try:
         options: Any = group._get_backend(device).options

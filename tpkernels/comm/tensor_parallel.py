@@ -37,6 +37,7 @@ from tpkernels.comm.transports.c10d import (
 from tpkernels.comm.transports.in_memory import Mailboxes
 from tpkernels.comm.transports.rows import Gather, Kernels, Reduce, Reduced, Terms, Transport, part_of
 from tpkernels.env import env_flag
+from tpkernels.tp_invariance import OpInSegments, own_segments
 
 # Read once. Ranks that differ in it make calls of other kinds, which they compare.
 backend_sums = env_flag("TPKERNELS_BACKEND_SUMS", default=False)
@@ -98,10 +99,12 @@ class TensorParallel:
         overlap: bool = True,
         computing: Computing | None = None,
         *,
+        segments: int = 0,
         in_memory: bool = True,
     ) -> None:
         """group: None: this rank alone
 
+        segments: of TP-invariance, over all ranks; 0: without it
         in_memory: ranks may share memory, where that is worth it; False: all goes over torch.distributed
         """
         self.sequence_parallel, self.overlap = sequence_parallel, overlap
@@ -112,9 +115,14 @@ class TensorParallel:
         self.ranks = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
         self.token_shards = self.ranks if sequence_parallel else 1
+        self.segments = segments
+        self.own_segments = own_segments("a group", segments, self.ranks)  # this rank's
+        self._segmented = f" in {segments} segments" if segments else ""
         self._calls = None if group is None or is_compiling() else calls_of(group)
         # `with tp.call`: an op, which fails the group if it raises while a call is under way
         self.call: AbstractContextManager[object] = self._calls or nullcontext()
+        if segments and not is_compiling():
+            self.call = OpInSegments(segments, self.call)
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -161,10 +169,20 @@ class TensorParallel:
         size, cols = shard.shape
         rows = rows or self.ranks * size
         # not with the width, in which ranks may differ: a kind that is new is so on all of them
-        key = op, name, purpose, rows, cols, shard.dtype, shard.device, how, at_once, self._in_memory
+        shape = rows, cols, shard.dtype, shard.device
+        key = op, name, purpose, *shape, how, at_once, self._in_memory, self.segments
         kind = calls.kinds.get(key)
         if kind is None:
-            moved = Moved(op, purpose, rows, cols, shard.dtype, shard.device, 0 if at_once else width, how)
+            moved = Moved(
+                op,
+                purpose,
+                rows,
+                cols,
+                shard.dtype,
+                shard.device,
+                0 if at_once else width,
+                how + self._segmented,
+            )
             kind = self._new_kind(key, moved, f"gather of {name}{how}", shard, work)
         call, transport = calls.begin(op, kind, group), kind.transport
         gathering: Gather = transport.gather(call, shard, rows, keeps=keeps, at_once=at_once)
@@ -225,11 +243,16 @@ class TensorParallel:
         """Return the same split without memory that ranks share."""
         if not self._in_memory:
             return self
-        key = "over c10d", self.sequence_parallel, self.overlap
+        key = "over c10d", self.sequence_parallel, self.overlap, self.segments
         found: TensorParallel | None = self.calls.splits.get(key)
         if found is None:
             found = TensorParallel(
-                self.group, self.sequence_parallel, self.overlap, self._computing, in_memory=False
+                self.group,
+                self.sequence_parallel,
+                self.overlap,
+                self._computing,
+                segments=self.segments,
+                in_memory=False,
             )
             self.calls.splits[key] = found
         return found
@@ -237,11 +260,13 @@ class TensorParallel:
     def _kind_of_sum(self, op: str, what: str, terms: Terms) -> Kind:
         like, width = terms.like, terms.width if self.overlap else 0
         shape = terms.rows, terms.cols, like.dtype, like.device
-        key = op, what, *shape, width, len(terms.pairs), terms.tree, self.overlap, self._in_memory
+        how = len(terms.pairs), terms.tree, self.overlap, self._in_memory, self.segments
+        key = op, what, *shape, width, *how
         assert self._calls is not None, "there are other ranks"
         kind = self._calls.kinds.get(key)
         if kind is None:
-            moved = Moved(op, "reduces", *shape, width, to_all=what != "shards of the sum")
+            to_all = what != "shards of the sum"
+            moved = Moved(op, "reduces", *shape, width, self._segmented, to_all)
             kind = self._new_kind(key, moved, what, like, terms)
         return kind
 
@@ -257,7 +282,9 @@ class TensorParallel:
         transport = self._in_memory_of_ranks(moved, like, work) if self._in_memory else None
         transport = transport or self._c10d_for(moved, like, work, has_tags=has_tags)
         rows = moved.rows if moved.reduces or moved.rows % self.ranks else moved.rows // self.ranks
-        kind = Kind(f"{op}: {what}{transport.note} {(rows, moved.cols)} {like.dtype}", transport)
+        kind = Kind(
+            f"{op}: {what}{transport.note} {(rows, moved.cols)} {like.dtype}{self._segmented}", transport
+        )
         if not has_tags and not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
             agree(Claim(kind.described, ()), group)
         if self._computing is not None:

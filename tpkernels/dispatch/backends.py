@@ -22,7 +22,7 @@ import torch
 
 from tpkernels.dispatch import log
 from tpkernels.kernels import invariance
-from tpkernels.tp_invariance import mode
+from tpkernels.tp_invariance import segments_of_op
 
 BACKENDS = ("auto", "torch", "triton")
 
@@ -35,7 +35,7 @@ Resolved = Literal["torch", "triton", "fastest", "invariant"]
 
 def resolve_backend(device: torch.device) -> Resolved:
     """Who computes on `device`. An explicit choice never falls back silently."""
-    return _resolved(backend, device, invariance.batch_invariant, mode.segments)
+    return _resolved(backend, device, invariance.batch_invariant, segments_of_op())
 
 
 @cache

@@ -16,7 +16,7 @@ from tpkernels.dispatch.record import Layer, Primitive, launcher
 from tpkernels.kernels.operands import DTYPES
 from tpkernels.kernels.reference import bias_grad_ref
 from tpkernels.kernels.tiles import MAX_FEATURES
-from tpkernels.tp_invariance import mode
+from tpkernels.tp_invariance import segments_of_op
 
 # torch's fused kernel takes its sums over tokens one by one: at 8192 they are off by 1.8e-6, at 256 by
 # 3e-7, which is what we allow, at 128 by 2e-7, and a pairwise sum by 1.5e-7
@@ -121,7 +121,7 @@ def _layer_norm_grad(
     if weight.dtype is not wide:
         weight = weight.to(wide)
     # with TP-invariance never fused: those sums also depend on the number of threads
-    tokens, fused = x.shape[0], not mode.segments
+    tokens, fused = x.shape[0], not segments_of_op()
     whole = fused and tokens <= FEW_TOKENS
     if not whole and fused and x.shape[1] >= MANY_FEATURES:
         dw, db = _sums_by_block(dy, x, weight, mean, rstd)

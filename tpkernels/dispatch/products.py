@@ -28,7 +28,7 @@ from tpkernels.kernels.reference import (
     wgrad_accumulate_ref_,
     wgrad_ref,
 )
-from tpkernels.tp_invariance import mode
+from tpkernels.tp_invariance import segments_of_op
 
 if TYPE_CHECKING:
     from tpkernels.dispatch.problem import Problem
@@ -267,7 +267,7 @@ bias_grad = Primitive(
     lambda layer: (layer.dy(),),
     schema="(Tensor dy) -> Tensor",
     # torch's sum over rows takes an order that depends on how many columns there are
-    takes=lambda dy: bool(mode.segments) and dy.dtype in DTYPES,
+    takes=lambda dy: bool(segments_of_op()) and dy.dtype in DTYPES,
 )
 
 PRODUCTS: dict[str, Primitive[..., Any]] = {

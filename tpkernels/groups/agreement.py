@@ -21,7 +21,7 @@ from tpkernels.errors import cause_of, difference, quoted
 from tpkernels.groups import c10d
 from tpkernels.groups.kinds import Ranks
 from tpkernels.groups.state import ParallelStateError
-from tpkernels.tp_invariance import mode
+from tpkernels.tp_invariance import described
 
 AGREED = "agreed"
 _FAKE_CALLS = count(1)
@@ -33,10 +33,9 @@ def agree(request: str, timeout: timedelta | None, ranks: Ranks | None = None) -
         raise ParallelStateError(
             "torch.distributed is not initialized: call torch.distributed.init_process_group(...) first"
         )
-    mode.fix("a parallel state")
     if dist.get_backend() == "fake":  # a single process
         return next(_FAKE_CALLS)
-    return _world(timeout, ranks).agree(request + mode.described)
+    return _world(timeout, ranks).agree(request + described())
 
 
 def meet(

@@ -239,7 +239,9 @@ class RowwiseLinear(_Styled, nn.Linear):
             raise self.style.refusal("input_layouts", layout, "Shard(-1) or Replicate()")
 
         def product(x: Tensor, tokens: bool) -> Tensor:
-            return ops.row_linear(x, self.weight_shard, self.local("bias"), group, sequence_parallel=tokens)
+            return ops.row_linear(
+                x, self.weight_shard, self.local("bias"), group, sequence_parallel=tokens, tp_invariant=0
+            )
 
         return self.summed(product, x, x.ndim)
 
@@ -272,7 +274,9 @@ class TokenLayerNorm(_Styled, nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         x, group = _own_tokens(self, input), self.world.group
-        y = ops.layer_norm(x, self.weight_shard, self.local("bias"), eps=self.eps, group=group)
+        y = ops.layer_norm(
+            x, self.weight_shard, self.local("bias"), eps=self.eps, group=group, tp_invariant=0
+        )
         return self.returned(y)
 
 
@@ -282,7 +286,9 @@ class TokenRMSNorm(_Styled, nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         x = _own_tokens(self, x)
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        return self.returned(ops.rms_norm(x, self.weight_shard, eps=eps, group=self.world.group))
+        return self.returned(
+            ops.rms_norm(x, self.weight_shard, eps=eps, group=self.world.group, tp_invariant=0)
+        )
 
 
 def _own_tokens(module: _Styled, x: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tpkernels import tp_invariance
 from tpkernels.env import env_flag
+from tpkernels.tp_invariance import VARIABLE, segments_of_op
 
 if TYPE_CHECKING:
     from tpkernels.kernels.operands import MatrixLayout
@@ -37,8 +37,8 @@ batch_invariant = env_flag("TPKERNELS_BATCH_INVARIANT", default=False)
 
 def why_fixed() -> str:
     """What forbids choices by batch, or by timing: the variable that asks for it, or "" if none does."""
-    if tp_invariance.mode.segments:
-        return f"{tp_invariance.VARIABLE}={tp_invariance.mode.segments}"
+    if segments := segments_of_op():
+        return f"{VARIABLE}={segments}"
     return "TPKERNELS_BATCH_INVARIANT=1" if batch_invariant else ""
 
 
@@ -46,19 +46,19 @@ def tile_of_sums() -> BlockTile:
     """Return the tile of sums over tokens."""
     from tpkernels.kernels.tiles import ORDERED_SUM, SUM  # here: launch plans call this once a shape
 
-    return ORDERED_SUM if tp_invariance.mode.segments else SUM
+    return ORDERED_SUM if segments_of_op() else SUM
 
 
 def judged_size(kernel: Kernel, rows: int, cols: int) -> tuple[int, int]:
     """What the choice of a tile may know of the rows and columns of the result."""
-    if tp_invariance.mode.segments:
+    if segments_of_op():
         return USUAL_ROWS, USUAL_COLS
     return (USUAL_ROWS, cols) if batch_invariant and kernel != "wgrad" else (rows, cols)
 
 
 def judged_layouts(kernel: Kernel, layouts: tuple[MatrixLayout, ...]) -> tuple[MatrixLayout, ...]:
     """The layouts that the choice of a form may know of."""
-    if tp_invariance.mode.segments or (batch_invariant and kernel != "wgrad"):
+    if segments_of_op() or (batch_invariant and kernel != "wgrad"):
         return tuple(_among_others(layout) for layout in layouts)
     return layouts
 
@@ -70,7 +70,7 @@ def require_one_form(
 
     fp32 has one form and one list of tiles. So has the interpreter, and empty matrices are empty at any size.
     """
-    segments = tp_invariance.mode.segments
+    segments = segments_of_op()
     if not segments or dtype.itemsize != 2 or target.backend == "interpreter":
         return
     filled = (layout for layout in layouts if layout.rows and layout.cols)

@@ -29,12 +29,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from triton.compiler import CompiledKernel
 
-from tpkernels import tp_invariance
 from tpkernels.env import env_flag
 from tpkernels.kernels import invariance, launch
 from tpkernels.kernels.operands import share_memory
 from tpkernels.kernels.target import FP32_PRECISION, Target, carveout, emulated_target
 from tpkernels.kernels.tiles import BlockTile, MatmulTile
+from tpkernels.tp_invariance import segments_of_op
 
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 
@@ -213,7 +213,7 @@ def planned(launcher: Launcher) -> Launcher:
 
 def key_of(args: Sequence[Any], options: dict[str, Any], operands: list[Tensor]) -> tuple[Any, ...]:
     """All that a launcher may read. Appends the tensors among the arguments to `operands`."""
-    segments, batch = tp_invariance.mode.segments, invariance.batch_invariant
+    segments, batch = segments_of_op(), invariance.batch_invariant
     key = [carveout(), FP32_PRECISION(), segments, batch, emulated_target.get(), (*options,)]
     _describe((*args, *options.values()), key, operands)
     if len({*map(id, operands)}) < len(operands):

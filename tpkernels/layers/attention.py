@@ -35,7 +35,7 @@ from tpkernels.layers.options import DEFAULT, LayerOptions, LinearOptions, takes
 from tpkernels.layers.world import tensor_world
 from tpkernels.ops.tensor_parallel.mappings import copy_to_region, gather_from_sequence_region
 from tpkernels.ops.tensor_parallel.segment_heads import segment_heads
-from tpkernels.tp_invariance import mode
+from tpkernels.tp_invariance import given_or_default
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # Python 3.11
@@ -67,8 +67,11 @@ class ParallelQKV(nn.Module):
         With TP-invariance, if segments share heads of keys and values, these have a head for each segment.
         """
         query, key, value = columns_of(hidden, self.query, self.key, self.value)
-        if self.num_kv_heads < self.world.segments * self.world.size:
-            key, value = (segment_heads(x, self.world.group, self.num_kv_heads) for x in (key, value))
+        if self.num_kv_heads < (segments := self.world.tp_invariant):
+            group = self.world.group
+            key, value = (
+                segment_heads(x, group, self.num_kv_heads, tp_invariant=segments) for x in (key, value)
+            )
             own = query.shape[-1] // self.head_size
             return query.view(*query.shape[:-1], own, self.head_size), key, value
         if self.num_kv_heads < self.world.size:
@@ -81,7 +84,7 @@ class ParallelQKV(nn.Module):
     def _own_head(self, shard: Tensor) -> Tensor:
         """Gather the features of all heads from the ranks' shards; return this rank's head."""
         features_first = shard.movedim(-1, 0).contiguous()
-        heads = gather_from_sequence_region(features_first, self.world.group)
+        heads = gather_from_sequence_region(features_first, self.world.group, tp_invariant=0)
         own = self.world.rank * self.num_kv_heads // self.world.size
         one = heads[own * self.head_size :][: self.head_size].movedim(0, -1)
         return one.contiguous()  # for fused attention; and a view would keep all heads in memory
@@ -106,6 +109,7 @@ def columns_of(input_: Tensor, *layers: ColumnParallelLinear) -> Any:
         overlap=first.overlap,
         main_grad=main_grads,
         quantize=first.quantize,
+        tp_invariant=first.world.tp_invariant,
     )
 
 
@@ -146,11 +150,11 @@ class ParallelAttention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_size = head_size_of(hidden_size, num_heads, head_size, rotary=rotary)
-        world = tensor_world(options.state)
+        world = tensor_world(options.state, options.tp_invariant)
         require_heads(num_heads, num_kv_heads, self.head_size, world.size)
         if segments := world.segments:
             require_heads(
-                num_heads, num_kv_heads, self.head_size, segments * world.size, "segments of TP-invariance"
+                num_heads, num_kv_heads, self.head_size, world.tp_invariant, "segments of TP-invariance"
             )
             refuse_dropout(dropout)
         self.segments = segments
@@ -203,7 +207,10 @@ class ParallelAttention(nn.Module):
     def _of_all_heads(self, given: Tensor) -> Tensor:
         """Return a replicated tensor; if it requires gradients, backward all-reduces its gradient."""
         is_learnt = given.requires_grad and torch.is_grad_enabled()
-        return copy_to_region(given, self.qkv.world.group) if is_learnt else given
+        if not is_learnt:
+            return given
+        world = self.qkv.world
+        return copy_to_region(given, world.group, tp_invariant=world.tp_invariant)
 
     def _own_heads(self, mask: Tensor) -> Tensor:
         """This rank's heads of a mask with an entry per head; any other mask as it is."""
@@ -314,12 +321,13 @@ class ParallelDropout(nn.Module):
     """Dropout: in training, zeroes each element with probability `p`, and scales the others by 1 / (1 - p).
 
     is_split: True: the input is a shard, and each rank draws its own numbers; False: all ranks draw the same
+    tp_invariant: as in `LayerOptions`
     """
 
-    def __init__(self, p: float, *, is_split: bool) -> None:
+    def __init__(self, p: float, *, is_split: bool, tp_invariant: int | None = None) -> None:
         super().__init__()
         self.p = require_probability("p", p)
-        if mode.fix("dropout"):
+        if given_or_default(tp_invariant):
             refuse_dropout(p)
         self.is_split = is_split
 

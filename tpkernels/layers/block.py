@@ -60,7 +60,7 @@ class ParallelMLP(ParallelModule):
         options: LayerOptions = DEFAULT,
         **_: Unpack[LinearOptions],
     ) -> None:
-        super().__init__(options.state)
+        super().__init__(options.state, options.tp_invariant)
         if activation not in (*ACTIVATIONS, *GATE_OF):
             raise ValueError(
                 f"ParallelMLP: expected an activation of {', '.join((*ACTIVATIONS, *GATE_OF))}; "
@@ -123,6 +123,7 @@ class ParallelMLP(ParallelModule):
             overlap=self.overlap,
             main_grads=main_grads,
             quantize=self.quantize,
+            tp_invariant=self.world.tp_invariant,
         )
         return output, down.bias if self.skip_bias_add else None
 
@@ -203,7 +204,7 @@ class TransformerBlock(nn.Module):
         of_norms = replace(options, sequence_parallel=is_split)
         normed = partial(_NORMS[norm], hidden_size, norm_eps, options=of_norms)
         self.attention_norm, self.mlp_norm = normed(), normed()
-        self.dropout = ParallelDropout(dropout, is_split=is_split)
+        self.dropout = ParallelDropout(dropout, is_split=is_split, tp_invariant=options.tp_invariant)
 
     def forward(
         self, hidden: Tensor, attention_mask: Tensor | None = None, *, rotary: Rotation | None = None

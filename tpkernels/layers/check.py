@@ -37,6 +37,7 @@ def check(model: nn.Module, optimizer: object = None) -> None:
     - `DistributedDataParallel` over ranks that hold other shards;
     - an optimizer, or a wrapper, of parameters that `parallelize` has replaced;
     - an optimizer that takes a shard for the full parameter;
+    - layers that were built with other segments of TP-invariance than others;
     - from now on, in some calls, inputs that differ between tensor-parallel ranks, such as masks.
 
     Without this call they are found in the first forward or step where layers see them; wrappers of a model
@@ -49,6 +50,12 @@ def check(model: nn.Module, optimizer: object = None) -> None:
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             refuse_ddp(module)
+    if len(segments := sorted({layer.world.tp_invariant for layer in layers})) > 1:
+        raise ValueError(
+            f"check: expected layers with one number of segments of TP-invariance, got {segments} in one "
+            "model: its bits would depend on the tensor-parallel size; call tpkernels.tp_invariant before "
+            "they are built"
+        )
     if optimizer is not None:
         named = {id(p): f"'{name}'" for name, p in model.named_parameters()}
         refuse_optimizer(optimizer, list(_parameters_in(_state_of(optimizer))), named)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpkernels import tp_invariance
 from tpkernels.groups.state import ParallelState, current
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.replicas import gradient_of, likely_causes
@@ -29,7 +30,6 @@ from tpkernels.layers.world import State, tensor_world
 from tpkernels.layers.wrappers import groups_with_blocks, is_dtensor
 from tpkernels.ops.inputs import unobserved
 from tpkernels.ops.replicas import agree_on, from_all_ranks
-from tpkernels.tp_invariance import mode
 
 LIMBS = 4
 LIMB_BITS = 22  # sums of 2**41 limbs fit into an int64
@@ -120,7 +120,7 @@ def _clipped(owned: Sequence[Tensor], max_norm: float, state: State) -> Tensor:
     if problem is not None:
         raise problem
     norm = square.sqrt()
-    if mode.fix("clip_grad_norm_"):
+    if tp_invariance.default.segments:
         blocks = {_ranks(holders): holders for p in owned for holders in _block_groups(p, groups[0])}
         added = {_ranks(groups[0]): groups[0], **blocks}
         counted = [gradient_of(p) for p in owned if _counts_here(p, groups[0], list(added.values()))]

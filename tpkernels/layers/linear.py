@@ -52,9 +52,10 @@ class _ParallelLinear(ParallelModule):
         skip_bias_add: bool,
         options: LayerOptions,
     ) -> None:
-        super().__init__(options.state)
+        super().__init__(options.state, options.tp_invariant)
         name = type(self).__name__
-        require_recipe(name, options.quantize, options.device or torch.get_default_device())
+        device = options.device or torch.get_default_device()
+        require_recipe(name, options.quantize, device, self.world.tp_invariant)
         self.input_size = positive(input_size, "input_size")
         self.output_size = positive(output_size, "output_size")
         size_name, size = (("output_size", output_size), ("input_size", input_size))[dim]
@@ -216,6 +217,7 @@ class ColumnParallelLinear(_ParallelLinear):
             overlap=self.overlap,
             main_grad=main_grad,
             quantize=self.quantize,
+            tp_invariant=self.world.tp_invariant,
         )
         if self.gather_output:
             output = gather_from_region(output, group)
@@ -309,6 +311,7 @@ class RowParallelLinear(_ParallelLinear):
             overlap=self.overlap,
             main_grad=main_grad,
             quantize=self.quantize,
+            tp_invariant=self.world.tp_invariant,
         )
         return output, self.bias if self.skip_bias_add else None
 
@@ -337,7 +340,7 @@ class VocabParallelEmbedding(ParallelModule):
         options: LayerOptions = DEFAULT,
         **_: Unpack[SplitOptions],
     ) -> None:
-        super().__init__(options.state)
+        super().__init__(options.state, options.tp_invariant)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(
                 f"VocabParallelEmbedding: expected a padding_idx from {-num_embeddings} to "
@@ -387,6 +390,7 @@ class VocabParallelEmbedding(ParallelModule):
             sequence_parallel=self.sequence_parallel,
             padding_idx=self.padding_idx,
             vocab_size=self.num_embeddings,
+            tp_invariant=self.world.tp_invariant,
         )
 
     def extra_repr(self) -> str:

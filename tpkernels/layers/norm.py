@@ -18,7 +18,7 @@ from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.options import DEFAULT, LayerOptions, ReplicatedOptions, takes
 from tpkernels.layers.parallel_module import MarkedModule
 from tpkernels.layers.world import tensor_world
-from tpkernels.tp_invariance import mode
+from tpkernels.tp_invariance import given_or_default
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # Python 3.11
@@ -37,8 +37,9 @@ class _Norm(MarkedModule):
             raise ValueError(f"eps: expected a number of 0 or more, got {eps}")
         self.eps = eps
         self.sequence_parallel = options.sequence_parallel
-        sums_in_backward = options.sequence_parallel and mode.fix("a norm")
-        self.world = tensor_world(options.state) if sums_in_backward else None
+        self.tp_invariant = given_or_default(options.tp_invariant)
+        sums_in_backward = options.sequence_parallel and self.tp_invariant
+        self.world = tensor_world(options.state, self.tp_invariant) if sums_in_backward else None
         marked = Attributes(sequence_parallel=options.sequence_parallel and self.world is None)
         for name, is_there in parameters.items():
             shape = (hidden_size,) if is_there else None
@@ -77,7 +78,7 @@ class RMSNorm(_Norm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x, (..., hidden_size)."""
         group = None if self.world is None else self.world.group
-        return ops.rms_norm(x, self.weight, eps=self.eps, group=group)
+        return ops.rms_norm(x, self.weight, eps=self.eps, group=group, tp_invariant=self.tp_invariant)
 
 
 class LayerNorm(_Norm):
@@ -103,4 +104,6 @@ class LayerNorm(_Norm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x, (..., hidden_size)."""
         group = None if self.world is None else self.world.group
-        return ops.layer_norm(x, self.weight, self.bias, eps=self.eps, group=group)
+        return ops.layer_norm(
+            x, self.weight, self.bias, eps=self.eps, group=group, tp_invariant=self.tp_invariant
+        )

@@ -26,9 +26,12 @@ class LayerOptions:
     gradient_accumulation_fusion: add the weight's gradient to `weight.main_grad`
     overlap: transfer some chunks while others are computed
     quantize: compute the products in fp8, by a `Recipe`; the weight keeps its dtype
+    tp_invariant: segments of TP-invariance, of all ranks; 0: without it; None: as `tpkernels.tp_invariant`
+        says when the layer is built
 
-    The last three are of layers with products, `perform_initialization` of those with split weights: other
-    layers take no such keyword, and have no use for the field.
+    `gradient_accumulation_fusion`, `overlap` and `quantize` are of layers with products,
+    `perform_initialization` of those with split weights: other layers take no such keyword, and have no use
+    for the field.
     """
 
     sequence_parallel: bool = False
@@ -39,6 +42,7 @@ class LayerOptions:
     gradient_accumulation_fusion: bool = False
     overlap: bool = True
     quantize: Recipe | None = None
+    tp_invariant: int | None = None
 
     def __repr__(self) -> str:
         found = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
@@ -52,6 +56,7 @@ class ReplicatedOptions(TypedDict, total=False):
     state: State
     device: torch.device | str | None
     dtype: torch.dtype | None
+    tp_invariant: int | None
 
 
 class SplitOptions(ReplicatedOptions, total=False):

@@ -108,9 +108,10 @@ class ParallelModule(MarkedModule):
 
     holds_dtensors = False
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, tp_invariant: int | None = None) -> None:
+        """tp_invariant: segments of TP-invariance; None: as `tpkernels.tp_invariant` says now"""
         super().__init__()
-        self.world = tensor_world(state)
+        self.world = tensor_world(state, tp_invariant)
         guard_training()
 
     def adopt(self, state: State, attributes: dict[str, Attributes]) -> None:
@@ -118,7 +119,7 @@ class ParallelModule(MarkedModule):
 
         attributes: of the parameters that the caller sets next, in place of the module's own
         """
-        self.world = tensor_world(state)
+        self.world = tensor_world(state, 0)
         for name in attributes:
             self._parameters[name] = None
         self._keep_attributes(attributes)

@@ -16,7 +16,7 @@ from tpkernels.groups import c10d
 from tpkernels.groups.sizes import not_negative, positive
 from tpkernels.groups.state import ParallelState, ParallelStateError, current, current_or_none, overwritten
 from tpkernels.layers.wrappers import refuse_ddp
-from tpkernels.tp_invariance import mode
+from tpkernels.tp_invariance import given_or_default, own_segments
 
 
 class TensorGroupHolder(Protocol):
@@ -47,6 +47,8 @@ class TensorWorld:
     outlive the interpreter. Copies of a layer share its group; an unpickled layer takes the group of the
     current state.
     """
+
+    tp_invariant: int = 0  # segments of TP-invariance, over all ranks
 
     def __init__(self, rank: int, size: int, group: ProcessGroup | None, why: str = "set on the fly") -> None:
         """why: how rank and size came about, for the error if there is no group"""
@@ -97,7 +99,7 @@ class TensorWorld:
     @property
     def segments(self) -> int:
         """Segments of TP-invariance of each rank, or 0 without it; raises if ranks do not divide them."""
-        return mode.own_segments("tensor-parallel layers", self.size)
+        return own_segments("tensor-parallel layers", self.tp_invariant, self.size)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -115,17 +117,24 @@ class TensorWorld:
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorWorld:
         return self
 
-    def __reduce__(self) -> tuple[Any, tuple[int, int]]:
-        return _found_again, (self.rank, self.size)
+    def __reduce__(self) -> tuple[Any, tuple[int, int, int]]:
+        return _found_again, (self.rank, self.size, self.tp_invariant)
 
 
-def tensor_world(state: State = None) -> TensorWorld:
+def tensor_world(state: State = None, tp_invariant: int | None = None) -> TensorWorld:
     """Return the tensor-parallel world of `state`.
 
     state: a parallel state, a process group, a device mesh, or an object with a group `tp`, as Megatron's
         ProcessGroupCollection; an object with only rank() and size() computes on one rank; None: the current
         parallel state, with rank and size that were set on the fly
+    tp_invariant: segments of TP-invariance; None: as `tpkernels.tp_invariant` says now
     """
+    world = _world_of(state)
+    world.tp_invariant = given_or_default(tp_invariant)
+    return world
+
+
+def _world_of(state: State) -> TensorWorld:
     given: object = state  # callers need not be type-checked
     if given is None:
         return _ambient()
@@ -136,7 +145,7 @@ def tensor_world(state: State = None) -> TensorWorld:
     if isinstance(given, ProcessGroup):
         return _of_group(given)
     if (group := getattr(given, "tp", None)) is not None:
-        return tensor_world(group)
+        return _world_of(group)
     if callable(getattr(given, "rank", None)) and callable(getattr(given, "size", None)):
         return _of_rank_and_size(given)
     got = "the group of other ranks" if given is dist.GroupMember.NON_GROUP_MEMBER else repr(given)
@@ -156,7 +165,7 @@ def _ambient() -> TensorWorld:
     size, rank = overwritten().get("tensor_size"), overwritten().get("tensor_rank")
     state = current_or_none()
     if size is None and rank is None:
-        return tensor_world(current())
+        return _world_of(current())
     if size is None:
         size = current().size("tp")
     if rank is None:
@@ -195,9 +204,9 @@ def _group_of_mesh(mesh: DeviceMesh) -> ProcessGroup:
     return mesh.get_group(TENSOR_DIM if TENSOR_DIM in names else 0)
 
 
-def _found_again(rank: int, size: int) -> TensorWorld:
+def _found_again(rank: int, size: int, tp_invariant: int = 0) -> TensorWorld:
     """Return the current world for an unpickled layer; raise unless rank and size are the same."""
-    world = tensor_world()
+    world = tensor_world(tp_invariant=tp_invariant)
     if (world.rank, world.size) != (rank, size):
         raise ParallelStateError(
             f"this layer was saved as tensor rank {rank} of {size}, and is loaded as rank {world.rank} of "

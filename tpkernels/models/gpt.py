@@ -25,11 +25,8 @@ from tpkernels.layers.options import DEFAULT, LayerOptions, LinearOptions, takes
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.models.config import GPTConfig
 from tpkernels.ops.quantize import Recipe, require_recipe
-from tpkernels.ops.tensor_parallel.mappings import (
-    gather_from_sequence_region,
-    scatter_to_sequence_region,
-)
-from tpkernels.tp_invariance import mode
+from tpkernels.ops.tensor_parallel.mappings import gather_from_sequence_region, scatter_to_sequence_region
+from tpkernels.tp_invariance import given_or_default
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # Python 3.11
@@ -45,9 +42,9 @@ class PositionEmbedding(ParallelModule):
     weight: nn.Parameter
 
     def __init__(self, max_positions: int, hidden_size: int, options: LayerOptions) -> None:
-        super().__init__(options.state)
+        super().__init__(options.state, options.tp_invariant)
         self.sequence_parallel = options.sequence_parallel and self.world.size > 1
-        self.is_gathered = bool(mode.segments) and self.sequence_parallel
+        self.is_gathered = bool(self.world.tp_invariant) and self.sequence_parallel
         marked = Attributes(sequence_parallel=self.sequence_parallel and not self.is_gathered)
         shape = max_positions, hidden_size
         self.add_parameter("weight", shape, marked, device=options.device, dtype=options.dtype)
@@ -97,7 +94,9 @@ class GPT(nn.Module):
         **_: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
-        require_recipe("GPT", options.quantize, options.device or torch.get_default_device())
+        options = replace(options, tp_invariant=given_or_default(options.tp_invariant))
+        device = options.device or torch.get_default_device()
+        require_recipe("GPT", options.quantize, device, options.tp_invariant or 0)
         self.config = config
         self.quantize = options.quantize
         sizes = config.vocab_size, config.hidden_size
@@ -111,7 +110,9 @@ class GPT(nn.Module):
             if config.max_positions is None
             else PositionEmbedding(config.max_positions, config.hidden_size, options)
         )
-        self.dropout = ParallelDropout(dropout, is_split=self.sequence_parallel)
+        self.dropout = ParallelDropout(
+            dropout, is_split=self.sequence_parallel, tp_invariant=options.tp_invariant
+        )
         self.blocks = nn.ModuleList(
             TransformerBlock(
                 config.hidden_size,
@@ -165,6 +166,7 @@ class GPT(nn.Module):
             vocab_size=self.config.vocab_size,
             sequence_parallel=self.sequence_parallel,
             quantize=self._head_recipe,
+            tp_invariant=self.world.tp_invariant,
         )
 
     def hidden(self, ids: Tensor) -> Tensor:
@@ -200,6 +202,7 @@ class GPT(nn.Module):
             self.world.group,
             sequence_parallel=self.sequence_parallel,
             quantize=self._head_recipe,
+            tp_invariant=self.world.tp_invariant,
         )
         return logits
 
@@ -223,21 +226,26 @@ class GPT(nn.Module):
         """
         if not ids.shape[-1]:
             raise ValueError("ids: expected at least one token to continue from")
-        ranks = self.world.size
+        ranks, group = self.world.size, self.world.group
         for _ in range(count):
             padding = (
                 -ids.shape[1] % ranks if self.sequence_parallel else 0
             )  # after the tokens, which do not attend to it
             hidden = self.hidden(nn.functional.pad(ids, (0, padding)))
             if self.sequence_parallel:
-                hidden = gather_from_sequence_region(hidden, self.world.group)
+                hidden = gather_from_sequence_region(hidden, group, tp_invariant=self.world.tp_invariant)
             last = hidden[ids.shape[1] - 1]
             logits = ops.column_linear(
-                last, self._head_weight, None, self.world.group, quantize=self._head_recipe
+                last,
+                self._head_weight,
+                None,
+                group,
+                quantize=self._head_recipe,
+                tp_invariant=self.world.tp_invariant,
             )
             drawn = ops.vocab_sample(
                 logits,
-                self.world.group,
+                group,
                 temperature=temperature,
                 top_k=top_k,
                 top_p=top_p,

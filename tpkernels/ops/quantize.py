@@ -13,18 +13,22 @@ from tpkernels.kernels.recipe import Recipe as Recipe
 from tpkernels.kernels.target import Target, fp8_obstacle
 from tpkernels.ops.inputs import in_forward_mode
 from tpkernels.ops.quantized.weights import reuse_quantized_weights as reuse_quantized_weights
-from tpkernels.tp_invariance import mode
 
 
-def require_recipe(owner: str, recipe: object, device: torch.device | str | None = None) -> None:
-    """Raise unless `recipe` is a `Recipe` or None, and `device`, if it is known, multiplies fp8."""
+def require_recipe(
+    owner: str, recipe: object, device: torch.device | str | None = None, segments: int = 0
+) -> None:
+    """Raise unless `recipe` is a `Recipe` or None, and `device`, if it is known, multiplies fp8.
+
+    segments: of TP-invariance, which goes with no recipe
+    """
     if recipe is None:
         return
     if not isinstance(recipe, Recipe):
         raise TypeError(
             f"{owner}: expected quantize=tpkernels.Recipe.rowwise(), .blockwise() or None, got {recipe!r}"
         )
-    if mode.segments:
+    if segments:
         raise ValueError(
             f"{owner}: expected no quantize with TP-invariance: scales of a row depend on how many features "
             "a rank has of it, and with them the bits; leave out one of them"
@@ -33,9 +37,9 @@ def require_recipe(owner: str, recipe: object, device: torch.device | str | None
         _require_fp8_of(owner, torch.device(device))
 
 
-def require_quantizable(op: str, recipe: Recipe, x: Tensor) -> None:
+def require_quantizable(op: str, recipe: Recipe, x: Tensor, segments: int) -> None:
     """Raise unless `op` can quantize x by `recipe`: its device, dtype and derivatives."""
-    require_recipe(op, recipe, x.device)
+    require_recipe(op, recipe, x.device, segments)
     if x.dtype not in DTYPES:
         raise TypeError(
             f"{op}: expected x in bfloat16, float16 or float32 with quantize, got {x.dtype}: convert it, or "

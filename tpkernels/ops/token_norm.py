@@ -27,14 +27,13 @@ from tpkernels.ops.first_order import first_order
 from tpkernels.ops.inputs import Context, apply, as_dtype
 from tpkernels.ops.matmul import PLAIN, Plain
 from tpkernels.ops.tensor_parallel.parallel import (
-    ALONE,
     SplitOperator,
+    alone_in,
     compare_request,
-    segments_of,
     split_of,
 )
 from tpkernels.ops.tensor_parallel.segments import canonical
-from tpkernels.tp_invariance import mode, tree_sum
+from tpkernels.tp_invariance import tree_sum
 
 Norm = Literal["rms_norm", "layer_norm"]
 
@@ -47,13 +46,13 @@ def token_norm(
     bias: Tensor | None,
     eps: float,
     group: ProcessGroup | None,
+    segments: int,
 ) -> Tensor:
     """Normalize the rows of x. x: (tokens, ..., features); rows: x as a matrix; the result is like rows"""
-    tp = ALONE if group is None else split_of(kind, group)
+    tp = alone_in(segments) if group is None else split_of(kind, group, segments=segments)
     with tp.call:
         compare_request(kind, tp, x, [weight])
-        segments = _segments(kind, x, tp)
-        y: Tensor = apply(_TokenNorm, kind, rows, weight, bias, eps, segments, tp)
+        y: Tensor = apply(_TokenNorm, kind, rows, weight, bias, eps, _segments(kind, x, tp), tp)
     return y
 
 
@@ -62,15 +61,15 @@ def _segments(kind: Norm, x: Tensor, tp: TensorParallel) -> int:
 
     Without a group any number of tokens will do.
     """
-    if not mode.segments:
+    if not tp.segments:
         return 1
-    segments = mode.fix(kind) if tp.group is None else segments_of(kind, tp.ranks)
+    segments = tp.own_segments
     tokens = x.shape[0] if x.ndim > 1 else 1
     if tokens % segments == 0:
         return segments
     if tp.group is not None:
         raise ValueError(
-            f"{kind}: expected tokens (dimension 0) that this rank's {segments} of the {mode.segments} "
+            f"{kind}: expected tokens (dimension 0) that this rank's {segments} of the {tp.segments} "
             f"segments of TP-invariance divide, got {tuple(x.shape)}; pad the sequence"
         )
     return 1
@@ -88,10 +87,8 @@ class _TokenNorm(torch.autograd.Function):
         segments: int,
         tp: TensorParallel,
     ) -> Tensor:
-        if kind == "rms_norm":
-            y, *statistics = norms.rms_norm(x, weight, eps)
-        else:
-            y, *statistics = norms.layer_norm(x, weight, bias, eps)
+        y: Tensor
+        y, *statistics = _normed(x, weight, bias, kind, eps, tp=tp, matmul=PLAIN)
         ctx.save_for_backward(x, weight, *statistics)
         ctx.options = kind, segments, tp
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -111,7 +108,7 @@ class _TokenNorm(torch.autograd.Function):
         x, weight, *statistics = ctx.saved_tensors
         kind, segments, tp = ctx.options
         _, needs_dx, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
-        over = tp if needs_dweight or needs_dbias else ALONE
+        over = tp if needs_dweight or needs_dbias else alone_in(tp.segments)
         with tp.call:
             dx, sums = _gradients(dy, x, weight, statistics, kind, segments, tp=over, matmul=PLAIN)
         return (
@@ -123,6 +120,26 @@ class _TokenNorm(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _rows(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Norm, eps: float, *_: object) -> list[Tensor]:
+    """Compute y, and the statistics of each token."""
+    if kind == "rms_norm":
+        return list(norms.rms_norm(x, weight, eps))
+    return list(norms.layer_norm(x, weight, bias, eps))
+
+
+def _rows_shape(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kind: Norm, eps: float, *_: object
+) -> list[Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    count = 1 if kind == "rms_norm" else 2
+    return [x.new_empty(x.shape), *(x.new_empty(x.shape[0], dtype=wide) for _ in range(count))]
+
+
+_normed = SplitOperator(
+    "token_norm", "Tensor x, Tensor weight, Tensor? bias, str kind, float eps", _rows, _rows_shape
+)
 
 
 def _of_segments(
@@ -152,7 +169,7 @@ def _of_segments(
     sums = tree_sum(terms)
     if tp.group is not None:
         everybody = tp.gather_numbers(kind, "sums over tokens", sums)
-        sums = tree_sum(everybody.unbind()) if mode.segments else reduce(add, everybody.unbind())
+        sums = tree_sum(everybody.unbind()) if tp.segments else reduce(add, everybody.unbind())
     return [dxs[0] if segments == 1 else torch.cat(dxs), sums]
 
 

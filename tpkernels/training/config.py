@@ -16,12 +16,12 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 
+from tpkernels import tp_invariance
 from tpkernels.checkpoints.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.files import parsed, read_bytes, replace_text, unused
 from tpkernels.layers.block import Recompute
 from tpkernels.models.config import GPTConfig
 from tpkernels.ops.quantize import Recipe
-from tpkernels.tp_invariance import mode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,13 +66,13 @@ class TrainConfig:
                 raise ValueError(f"{name}: expected a number of 0 or more, got {getattr(self, name)}")
         if not self.max_norm > 0:
             raise ValueError(f"max_norm: expected more than 0, got {self.max_norm}")
-        if self.dropout and (self.tp_invariant or mode.segments):
+        if self.dropout and (self.tp_invariant or tp_invariance.default.segments):
             raise ValueError(
                 f"dropout: expected 0 with TP-invariance, got {self.dropout}: each rank draws its own numbers"
             )
         if self.recipe is None:
             return
-        if self.tp_invariant or mode.segments:
+        if self.tp_invariant or tp_invariance.default.segments:
             raise ValueError(
                 f"fp8: expected none with TP-invariance, got {self.fp8}: scales, and with them the bits, "
                 "depend on the number of features of a rank"

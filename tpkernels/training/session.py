@@ -14,6 +14,7 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 
+from tpkernels import tp_invariance
 from tpkernels.checkpoints import dcp
 from tpkernels.checkpoints.raise_on_all_ranks import raise_on_all_ranks
 from tpkernels.comm.agreement import Claim, agree
@@ -21,7 +22,7 @@ from tpkernels.groups.c10d import default_group
 from tpkernels.groups.initialize import create_parallel_state, destroy_parallel_state
 from tpkernels.groups.plan import plan_groups
 from tpkernels.ops.replicas import from_all_ranks
-from tpkernels.tp_invariance import mode, tp_invariant
+from tpkernels.tp_invariance import own_segments, tp_invariant
 from tpkernels.training.config import TrainConfig, open_lines_after, rename_later_checkpoints
 from tpkernels.training.launch import device_of_rank, join_world
 from tpkernels.training.measures import require_room
@@ -43,8 +44,7 @@ def require_sizes(config: TrainConfig, tensor: int) -> None:
     """Turn TP-invariance on if the run asks for it; raise if `tensor` ranks do not divide its segments."""
     if config.tp_invariant:
         tp_invariant(config.tp_invariant)
-    if mode.segments:
-        mode.own_segments("--tp", tensor)
+    own_segments("--tp", tp_invariance.default.segments, tensor)
 
 
 class Session:
@@ -155,7 +155,7 @@ class Session:
     def require_proof(self) -> None:
         """Raise if the unsharded run, with data-parallel ranks only, cannot have the same batches."""
         ranks, config = dist.get_world_size(), self.config
-        if mode.segments and ranks > 2:
+        if tp_invariance.default.segments and ranks > 2:
             raise ValueError(
                 f"prove: expected at most 2 ranks with TP-invariance, got {ranks}: all are data-parallel in "
                 "the unsharded run"
@@ -232,6 +232,5 @@ class Session:
 
 
 def _invariance() -> str:
-    if not mode.segments:
-        return ""
-    return f"; the same bits at every tensor-parallel size that divides {mode.segments}"
+    segments = tp_invariance.default.segments
+    return f"; the same bits at every tensor-parallel size that divides {segments}" if segments else ""

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from tpkernels import tp_invariance
 from tpkernels.buckets.gradients import GradientBuckets
 from tpkernels.checkpoints import dcp
 from tpkernels.errors import warn
@@ -34,7 +35,6 @@ from tpkernels.layers.replicas import Copies, Watch
 from tpkernels.models.gpt import GPT
 from tpkernels.ops.quantize import reuse_quantized_weights
 from tpkernels.ops.replicas import from_all_ranks
-from tpkernels.tp_invariance import mode
 from tpkernels.training.config import TrainConfig, checkpoint_of, learning_rate
 from tpkernels.training.profile import phase
 
@@ -55,7 +55,7 @@ class ShardedAdamW:
     ) -> None:
         """weight_decay: for matrices; vectors do not decay"""
         self._state = state
-        self._is_invariant = mode.fix("ShardedAdamW") > 0
+        self._is_invariant = tp_invariance.default.segments > 0
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         tensor_group = state.process_group("tp") if state.size("tp") > 1 else None
         self.buckets = GradientBuckets(
@@ -277,9 +277,10 @@ class Trainer:
     """One rank of a run: its model, batches and optimizer."""
 
     def __init__(self, config: TrainConfig, state: ParallelState, device: torch.device) -> None:
-        if config.tp_invariant not in (0, mode.segments):
+        self._segments = segments = tp_invariance.default.segments  # those of the model's layers
+        if config.tp_invariant not in (0, segments):
             raise ValueError(
-                f"tp_invariant: expected the {mode.segments} segments that this process computes with, got "
+                f"tp_invariant: expected the {segments} segments that this process computes with, got "
                 f"{config.tp_invariant}; call tpkernels.tp_invariant before groups are made"
             )
         self.config, self.state, self.device = config, state, device
@@ -303,9 +304,9 @@ class Trainer:
                 f"tokens: expected a number that the {state.size('tp')} tensor-parallel ranks divide, got "
                 f"{config.tokens}"
             )
-        if config.sequence_parallel and mode.segments and config.tokens % mode.segments:
+        if config.sequence_parallel and segments and config.tokens % segments:
             raise ValueError(
-                f"tokens: expected a number that the {mode.segments} segments of TP-invariance divide, got "
+                f"tokens: expected a number that the {segments} segments of TP-invariance divide, got "
                 f"{config.tokens}"
             )
         with use(state):
@@ -365,7 +366,7 @@ class Trainer:
         """Write a checkpoint into `folder`, and its name into `latest`; called by all ranks."""
         self._watch.look(self._copies())  # a checkpoint keeps one rank's replicas
         path = checkpoint_of(folder, self.done)
-        how = {"done": self.done, "ranks": self._ranks(), "segments": mode.segments, "fp8": self._fp8}
+        how = {"done": self.done, "ranks": self._ranks(), "segments": self._segments, "fp8": self._fp8}
         extra = {**how, **self._batches()}
         dcp.save(path, self.model, self.optimizer.unsharded(), extra=extra, state=self.state)
         return path
@@ -389,10 +390,10 @@ class Trainer:
                     "go on with other batches"
                 )
         segments, fp8 = extra["segments"], extra["fp8"]
-        if segments != mode.segments:
+        if segments != self._segments:
             warn(
                 f"{path} was computed with {segments} segments of TP-invariance (0: off); this run, with "
-                f"{mode.segments}, goes on with equal losses within rounding, not to the bit",
+                f"{self._segments}, goes on with equal losses within rounding, not to the bit",
                 stacklevel=2,
             )
         if fp8 != self._fp8:

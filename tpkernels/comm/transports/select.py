@@ -39,7 +39,7 @@ from tpkernels.comm.schedule import even_chunks, parts_of_shard, pushed_chunks, 
 from tpkernels.comm.transports import processes
 from tpkernels.comm.transports.mailbox import Layout, MailboxExchange, Opening
 from tpkernels.comm.transports.rows import Transport
-from tpkernels.tp_invariance import mode
+from tpkernels.tp_invariance import described
 
 IN_ROUNDS = "symmetric-rounds"
 TRANSPORTS = ("auto", "c10d", "shared", "symmetric", IN_ROUNDS)
@@ -216,7 +216,7 @@ def exchanges_of(op: str, group: ProcessGroup, against_sharing: str) -> Exchange
 
 def _agreed(op: str, group: ProcessGroup, against_sharing: str) -> Exchanges:
     """What all ranks of the group ask for, or the same error on all of them."""
-    asked = f"TPKERNELS_TRANSPORT={requested_transport}" + mode.described
+    asked = f"TPKERNELS_TRANSPORT={requested_transport}" + described()
     agree(Claim(f"{op} with {asked}", (), problem_of_request()), group)
     machines, transport = 1, requested_transport
     if transport != "c10d":

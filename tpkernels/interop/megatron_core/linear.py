@@ -15,12 +15,11 @@ from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from torch import Tensor, is_grad_enabled
 from torch.distributed import ProcessGroup
 
-from tpkernels import ops
+from tpkernels import ops, tp_invariance
 from tpkernels.interop.megatron_core.accumulation import AddToMainGrad, KeepForLater
 from tpkernels.ops.inputs import apply
 from tpkernels.ops.main_grad import accumulating
 from tpkernels.ops.tensor_parallel.mappings import scatter_to_region
-from tpkernels.tp_invariance import VARIABLE, mode
 
 OP = "linear_with_grad_accumulation_and_async_allreduce"
 DRAINING = "fused_weight_gradient_mlp_cuda"  # Megatron computes deferred gradients with it
@@ -291,8 +290,9 @@ def require_dtype(caller: str, output_dtype: torch.dtype | None, x: Tensor) -> N
 
 def require_no_invariance(caller: str) -> None:
     """Raise if TP-invariance is on."""
-    if mode.segments:
+    if segments := tp_invariance.default.segments:
         raise NotImplementedError(
-            f"{caller}: expected no TP-invariance inside Megatron, got {mode.segments} segments: Megatron's "
-            f"own attention, losses and optimizer depend on the tensor-parallel size; unset {VARIABLE}"
+            f"{caller}: expected no TP-invariance inside Megatron, got {segments} segments: Megatron's "
+            f"own attention, losses and optimizer depend on the tensor-parallel size; "
+            f"unset {tp_invariance.VARIABLE}"
         )

@@ -17,17 +17,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tpkernels import tp_invariance
 from tpkernels.groups.random import is_capturing
 from tpkernels.interop.parallelize.changes import Changes
 from tpkernels.layers import replicas
 from tpkernels.layers.world import TensorWorld
 from tpkernels.ops.replicas import from_all_ranks
-from tpkernels.tp_invariance import mode
 
 
 def refuse_tp_invariance(subject: str) -> None:
     """Raise under TP-invariance, which layers of other libraries do not have."""
-    if mode.fix(subject):
+    if tp_invariance.default.segments:
         raise ValueError(
             f"{subject}: expected TP-invariance to be off, because it does not cover computation between "
             "layers; use tpkernels.GPT or the parallel layers, or turn it off"

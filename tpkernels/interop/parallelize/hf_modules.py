@@ -211,7 +211,9 @@ class SplitLayer(ParallelModule):
     def columns(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """(..., in_features) -> (..., rows of the weight)"""
         self.require_features(x, self.in_features, "every rank needs all of them")
-        y: Tensor = ops.column_linear(x, weight, bias, self.world.group, quantize=self.quantize)
+        y: Tensor = ops.column_linear(
+            x, weight, bias, self.world.group, quantize=self.quantize, tp_invariant=0
+        )
         return y
 
     def extra_repr(self) -> str:
@@ -266,7 +268,7 @@ class RowLinear(SplitLayer):
             x = F.pad(x[..., :real], (0, own - real))
         if self.tokens is not None:
             return self.tokens.row_linear(x, weight, bias, self.quantize)
-        return ops.row_linear(x, weight, bias, self.world.group, quantize=self.quantize)
+        return ops.row_linear(x, weight, bias, self.world.group, quantize=self.quantize, tp_invariant=0)
 
 
 class RowOfFullLinear(RowLinear):

@@ -70,9 +70,11 @@ class Tokens:
         """(..., S, features of this rank) -> (..., S / R, out_features)"""
         group = self.world.group
         if not self.sharded:
-            return ops.row_linear(x, weight, bias, group, quantize=quantize)
+            return ops.row_linear(x, weight, bias, group, quantize=quantize, tp_invariant=0)
         first = x.transpose(0, -2)
-        y = ops.row_linear(first, weight, bias, group, sequence_parallel=True, quantize=quantize)
+        y = ops.row_linear(
+            first, weight, bias, group, sequence_parallel=True, quantize=quantize, tp_invariant=0
+        )
         return y.transpose(0, -2).contiguous()
 
 
@@ -92,7 +94,9 @@ def compute_columns(tokens: Tokens, layers: list[nn.Module], x: Tensor, _: nn.Mo
     weights, biases = [weight for weight, _ in pairs], [bias for _, bias in pairs]
     first = x.transpose(0, -2) if sharded else x
     recipe: Any = layers[0].quantize  # the same for all layers
-    outputs = ops.column_linear(first, weights, biases, group, sequence_parallel=sharded, quantize=recipe)
+    outputs = ops.column_linear(
+        first, weights, biases, group, sequence_parallel=sharded, quantize=recipe, tp_invariant=0
+    )
     for layer, output in zip(layers, outputs, strict=True):
         back = output.transpose(0, -2).contiguous() if sharded else output
         object.__setattr__(layer, READY, back)

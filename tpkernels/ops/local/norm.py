@@ -37,17 +37,25 @@ from tpkernels.ops.inputs import (
     tokens_of,
 )
 from tpkernels.ops.token_norm import Norm, token_norm
-from tpkernels.tp_invariance import mode
+from tpkernels.tp_invariance import given_or_default
 
 
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-5, group: ProcessGroup | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    eps: float = 1e-5,
+    group: ProcessGroup | None = None,
+    tp_invariant: int | None = None,
+) -> Tensor:
     """Normalize x by its root mean square: x / rms(x) * weight.
 
     x: (..., features)
     weight: (features,), in the dtype of x or fp32
     group: its ranks have the other tokens (dimension 0); the gradient of weight is summed over them
+    tp_invariant: segments of TP-invariance; None: as `tpkernels.tp_invariant` says
     """
-    return _norm("rms_norm", x, weight, None, eps, group)
+    return _norm("rms_norm", x, weight, None, eps, group, tp_invariant)
 
 
 def layer_norm(
@@ -57,19 +65,28 @@ def layer_norm(
     *,
     eps: float = 1e-5,
     group: ProcessGroup | None = None,
+    tp_invariant: int | None = None,
 ) -> Tensor:
     """Normalize x to zero mean and unit variance; return it times weight plus bias.
 
     x: (..., features)
     weight, bias: (features,), in the dtype of x or fp32
     group: its ranks have the other tokens (dimension 0); gradients of weight and bias are summed over them
+    tp_invariant: segments of TP-invariance; None: as `tpkernels.tp_invariant` says
     """
-    return _norm("layer_norm", x, weight, bias, eps, group)
+    return _norm("layer_norm", x, weight, bias, eps, group, tp_invariant)
 
 
 def _norm(
-    kind: Norm, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, group: ProcessGroup | None
+    kind: Norm,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    group: ProcessGroup | None,
+    tp_invariant: int | None,
 ) -> Tensor:
+    segments = given_or_default(tp_invariant)
     features = features_of(kind, x)
     if not x.is_floating_point():
         raise TypeError(f"{kind}: expected floating-point tensors, got x in {x.dtype}")
@@ -77,8 +94,8 @@ def _norm(
         if parameter is not None:
             _check_parameter(kind, name, parameter, x, features)
     tokens, recorded = tokens_of(x), torch.is_grad_enabled() or in_forward_mode()
-    if recorded and (group is not None or mode.segments):
-        y = token_norm(kind, x, tokens, weight, bias, eps, group)
+    if segments or (recorded and group is not None):
+        y = token_norm(kind, x, tokens, weight, bias, eps, group if recorded else None, segments)
     elif kind == "rms_norm":
         y = computed(_RmsNorm, tokens, weight, eps)
     else:

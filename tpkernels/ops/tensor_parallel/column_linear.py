@@ -80,6 +80,7 @@ def column_linear(
     main_grad: Tensor | None = None,
     save_gathered: bool = False,
     quantize: Recipe | None = None,
+    tp_invariant: int | None = None,
 ) -> Tensor: ...
 
 
@@ -96,6 +97,7 @@ def column_linear(
     main_grad: Sequence[Tensor | None] | None = None,
     save_gathered: bool = False,
     quantize: Recipe | None = None,
+    tp_invariant: int | None = None,
 ) -> tuple[Tensor, ...]: ...
 
 
@@ -111,6 +113,7 @@ def column_linear(
     main_grad: Tensor | Sequence[Tensor | None] | None = None,
     save_gathered: bool = False,
     quantize: Recipe | None = None,
+    tp_invariant: int | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute act(x weightᵀ + bias); each rank computes its own features.
 
@@ -120,10 +123,11 @@ def column_linear(
     main_grad: the weight's gradient is added to it in place, and its `grad` stays as it is
     save_gathered: keep the gathered x for backward, instead of gathering it again
     quantize: compute it in fp8, and gather fp8
+    tp_invariant: segments of TP-invariance; None: as `tpkernels.tp_invariant` says
     returns: (tokens, ..., out_features / R); a tuple of them for several weights
     """
     op = "column_linear"
-    tp = split_of(op, group, sequence_parallel, overlap)
+    tp = split_of(op, group, sequence_parallel, overlap, tp_invariant)
     with tp.call:
         activation = activation or "none"
         if activation != "none":
@@ -154,7 +158,7 @@ def column_linear(
         matmul = strategy_of(op, tp, quantize, x)
         if matmul.segments:
             for weight in weights:
-                require_segments(op, matmul.segments, "rows of weight_shard", weight.shape[0])
+                require_segments(op, tp, "rows of weight_shard", weight.shape[0])
         if x.ndim == 2:
             ys = column(op, x, weights, biases, main_grads, tp, matmul, activation, save_gathered)
         else:

@@ -31,14 +31,13 @@ from tpkernels.ops import spmd_rules
 from tpkernels.ops.inputs import Context, apply
 from tpkernels.ops.matmul import PLAIN, Plain
 from tpkernels.ops.tensor_parallel.parallel import SplitOperator, compare_request, split_of
-from tpkernels.tp_invariance import mode
 
 Move = Literal["keep", "sum", "our_features", "all_features", "our_tokens", "all_tokens", "sum_of_tokens"]
 
 
-def copy_to_region(x: Tensor, group: ProcessGroup) -> Tensor:
+def copy_to_region(x: Tensor, group: ProcessGroup, *, tp_invariant: int | None = None) -> Tensor:
     """Return x; all-reduce its gradient."""
-    return _region("copy_to_region", x, group, "keep", "sum")
+    return _region("copy_to_region", x, group, "keep", "sum", tp_invariant)
 
 
 def reduce_from_region(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -62,7 +61,11 @@ def scatter_to_sequence_region(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def gather_from_sequence_region(
-    x: Tensor, group: ProcessGroup, *, tensor_parallel_output_grad: bool = True
+    x: Tensor,
+    group: ProcessGroup,
+    *,
+    tensor_parallel_output_grad: bool = True,
+    tp_invariant: int | None = None,
 ) -> Tensor:
     """All-gather tokens; each rank has a shard.
 
@@ -70,7 +73,7 @@ def gather_from_sequence_region(
         reduce-scattered; False: all ranks have the full gradient, and each takes its tokens
     """
     backward: Move = "sum_of_tokens" if tensor_parallel_output_grad else "our_tokens"
-    return _region("gather_from_sequence_region", x, group, "all_tokens", backward)
+    return _region("gather_from_sequence_region", x, group, "all_tokens", backward, tp_invariant)
 
 
 def reduce_scatter_to_sequence_region(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -78,14 +81,21 @@ def reduce_scatter_to_sequence_region(x: Tensor, group: ProcessGroup) -> Tensor:
     return _region("reduce_scatter_to_sequence_region", x, group, "sum_of_tokens", "all_tokens")
 
 
-def _region(op: str, x: Tensor, group: ProcessGroup, forward: Move, backward: Move) -> Tensor:
-    tp = split_of(op, group)
+def _region(
+    op: str,
+    x: Tensor,
+    group: ProcessGroup,
+    forward: Move,
+    backward: Move,
+    tp_invariant: int | None = None,
+) -> Tensor:
+    tp = split_of(op, group, segments=tp_invariant)
     with tp.call:
         if x.ndim < 1:
             raise ValueError(f"{op}: expected at least one dimension, got a tensor without")
         compare_request(op, tp, x, options=(forward, backward))
         recorded = torch.is_grad_enabled() and x.requires_grad
-        if mode.segments and (forward.startswith("sum") or (recorded and backward.startswith("sum"))):
+        if tp.segments and (forward.startswith("sum") or (recorded and backward.startswith("sum"))):
             raise ValueError(
                 f"{op}: expected no sum of what ranks computed by themselves with TP-invariance, for nobody "
                 "knows how that depends on their number; use the parallel layers, or turn TP-invariance off"

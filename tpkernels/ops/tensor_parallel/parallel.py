@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
+from tpkernels import tp_invariance
 from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.calls import CALLS_OF, calls_of
 from tpkernels.comm.groups import required_group
@@ -26,7 +27,6 @@ from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops.inputs import any_autocast, is_observed
 from tpkernels.ops.matmul import PLAIN, Plain
 from tpkernels.ops.tensor_parallel.flag_waits import FlagKernels
-from tpkernels.tp_invariance import mode
 
 # TPKERNELS_DEBUG=1: ranks compare what they ask for before each call. Read once: an op should cost little.
 debug = env_flag("TPKERNELS_DEBUG", default=False)
@@ -34,6 +34,11 @@ debug = env_flag("TPKERNELS_DEBUG", default=False)
 log.show_choices_if_asked()  # once: `select` cannot, as comm does not know dispatch
 
 ALONE = TensorParallel(None)
+
+
+def alone_in(segments: int) -> TensorParallel:
+    """Return the split of an op without a group. segments: of TP-invariance"""
+    return TensorParallel(None, segments=segments) if segments else ALONE
 
 
 class TimedKernels(FlagKernels):
@@ -68,19 +73,32 @@ def times_on(like: Tensor) -> bool:
     return like.is_cuda
 
 
-def split_of(op: str, group: object, sequence_parallel: bool = False, overlap: bool = True) -> TensorParallel:
-    """Return the split of an op over a group, of which this rank is a member; each is made once."""
+def split_of(
+    op: str,
+    group: object,
+    sequence_parallel: bool = False,
+    overlap: bool = True,
+    segments: int | None = None,
+) -> TensorParallel:
+    """Return the split of an op over a group, of which this rank is a member; each is made once.
+
+    segments: of TP-invariance; 0: without it; None: as `tpkernels.tp_invariant` says now
+    """
+    segments = tp_invariance.default.segments if segments is None else segments
     calls = None if is_compiling() else CALLS_OF.get(id(group))
     if calls is None or calls.failure or group not in distributed_c10d._world.pg_map:
         member = required_group(group, op=op)
         if is_compiling():
-            return TensorParallel(member, sequence_parallel, overlap, TIMED_KERNELS)
+            tp_invariance.own_segments(op, segments, member.size())
+            return TensorParallel(member, sequence_parallel, overlap, TIMED_KERNELS, segments=segments)
         calls = calls_of(member)
-    key = bool(sequence_parallel), bool(overlap)
+    key = bool(sequence_parallel), bool(overlap), segments
     found: TensorParallel | None = calls.splits.get(key)
     if found is None:
         member = required_group(group, op=op)
-        found = calls.splits[key] = TensorParallel(member, *key, TIMED_KERNELS)
+        tp_invariance.own_segments(op, tp_invariance.checked(segments, op), member.size())
+        found = TensorParallel(member, *key[:2], TIMED_KERNELS, segments=segments)
+        calls.splits[key] = found
     return found
 
 
@@ -112,7 +130,7 @@ def compare_request(
     rows = x.shape[:-1] if rows is None else rows
     width = (x.shape[-1] if x.ndim else 0) if width is None else width
     moved = f"what is moved: {(*rows, width)} {dtype}"
-    alike = *options, tp.sequence_parallel, tp.overlap
+    alike = *options, tp.sequence_parallel, tp.overlap, tp.segments
     agree(Claim(op, (moved, f"requires_grad: {needs}", f"options: {alike}")), tp.group)
 
 
@@ -124,29 +142,28 @@ def compare_in_backward(op: str, tp: TensorParallel, needs: Sequence[object]) ->
 
 def strategy_of(op: str, tp: TensorParallel, recipe: Recipe | None, x: Tensor) -> Plain:
     """Return how an op computes; raise if ranks, or x, checked and cast, do not allow it."""
-    if recipe is None and not mode.segments and mode.used_by:  # the usual case, without a frame more
-        return PLAIN
-    segments = segments_of(op, tp.ranks) if tp.group is not None else 0
     if recipe is not None:
         from tpkernels.ops.quantize import require_quantizable  # here: only ops in fp8 need it
         from tpkernels.ops.quantized.products import Quantized
 
-        require_quantizable(op, recipe, x)
+        require_quantizable(
+            op, recipe, x, tp_invariance.default.segments if tp.group is None else tp.segments
+        )
         return Quantized(recipe)
-    if segments:
+    if tp.segments:
         from tpkernels.ops.tensor_parallel.segments import Segmented
 
-        return Segmented(segments)
+        return Segmented(tp.segments, tp.own_segments)
     return PLAIN
 
 
 @lru_cache
-def matmul_of(segments: int, recipe: str) -> Plain:
-    """Return the strategy that a compiled operator is told of: segments of this rank, or fp8 by name."""
+def matmul_of(segments: int, own: int, recipe: str = "") -> Plain:
+    """Return the strategy of segments over all ranks, of which this rank has its own, or fp8 by name."""
     if segments:
         from tpkernels.ops.tensor_parallel.segments import Segmented
 
-        return Segmented(segments)
+        return Segmented(segments, own)
     if recipe:
         from tpkernels.ops.quantized.products import Quantized
 
@@ -154,16 +171,11 @@ def matmul_of(segments: int, recipe: str) -> Plain:
     return PLAIN
 
 
-def segments_of(op: str, ranks: int) -> int:
-    """Return how many segments of TP-invariance each rank has; 0 without it."""
-    return mode.own_segments(op, ranks) if mode.segments else mode.fix(op)
-
-
-def require_segments(op: str, segments: int, name: str, size: int) -> None:
-    """Raise unless this rank's segments divide a size of its shards. segments: 0 without TP-invariance"""
-    if segments and size % segments:
+def require_segments(op: str, tp: TensorParallel, name: str, size: int) -> None:
+    """Raise unless this rank's segments of TP-invariance divide a size of its shards."""
+    if tp.segments and size % tp.own_segments:
         raise ValueError(
-            f"{op}: expected {name} that this rank's {segments} of the {mode.segments} segments of "
+            f"{op}: expected {name} that this rank's {tp.own_segments} of the {tp.segments} segments of "
             f"TP-invariance divide, got {size}"
         )
 
@@ -212,10 +224,12 @@ def group_named(name: str) -> ProcessGroup | None:
     return required_group(c10d._resolve_process_group(GroupName(name.rpartition(" of ")[0] or name)))
 
 
-def split_named(name: str, sequence_parallel: bool, overlap: bool) -> TensorParallel:
+def split_named(name: str, sequence_parallel: bool, overlap: bool, segments: int) -> TensorParallel:
     """Return the split that an operator is told of; traced with tensors that hold nothing, as well."""
     group = group_named(name)
-    return ALONE if group is None else split_of("a compiled operator", group, sequence_parallel, overlap)
+    if group is None:
+        return alone_in(segments)
+    return split_of("a compiled operator", group, sequence_parallel, overlap, segments)
 
 
 class SplitOperator:
@@ -239,13 +253,14 @@ class SplitOperator:
 
         def running(*args: Any) -> Sequence[Tensor | None]:
             *given, group, sequence_parallel, overlap, segments, recipe = args
-            tp = split_named(group, sequence_parallel, overlap)
+            tp = split_named(group, sequence_parallel, overlap, segments)
             with tp.call:
-                return run(*given, tp, matmul_of(segments, recipe))
+                return run(*given, tp, matmul_of(tp.segments, tp.own_segments, recipe))
 
         def faking(*args: Any) -> Sequence[Tensor | None]:
             *given, group, sequence_parallel, overlap, segments, recipe = args
-            return fake(*given, split_named(group, sequence_parallel, overlap), matmul_of(segments, recipe))
+            tp = split_named(group, sequence_parallel, overlap, segments)
+            return fake(*given, tp, matmul_of(tp.segments, tp.own_segments, recipe))
 
         self._overload = define(name, f"({schema}, {self._SPLIT}) -> Tensor[]", running, faking)
 
@@ -260,7 +275,7 @@ class SplitOperator:
                 return self._run(*args, tp, matmul)
         refuse_forward_mode(self._name)
         name = "" if tp.group is None else name_of(tp.group)
-        flat = name, tp.sequence_parallel, tp.overlap, matmul.segments, matmul.recipe
+        flat = name, tp.sequence_parallel, tp.overlap, tp.segments, matmul.recipe
         found = self._overload(*args, *flat)
         if given is None:
             return list(found)

@@ -81,6 +81,7 @@ def parallel_mlp(
     overlap: bool = True,
     main_grads: Sequence[Tensor | None] | None = None,
     quantize: Recipe | None = None,
+    tp_invariant: int | None = None,
 ) -> Tensor:
     """Compute act(x w_upᵀ + b_up) w_downᵀ + b_down over a group, or the gated form with `w_gate_shard`.
 
@@ -90,10 +91,11 @@ def parallel_mlp(
     activation: gelu_tanh unless given; with w_gate_shard swiglu (the default), geglu or geglu_tanh
     main_grads: of w_up_shard, w_gate_shard (if gated) and w_down_shard: gradients are added there in place
     quantize: compute it in fp8, and gather fp8
+    tp_invariant: segments of TP-invariance; None: as `tpkernels.tp_invariant` says
     returns: like x, with out_features
     """
     op = "parallel_mlp"
-    tp = split_of(op, group, sequence_parallel, overlap)
+    tp = split_of(op, group, sequence_parallel, overlap, tp_invariant)
     with tp.call:
         if w_gate_shard is None:
             activation = activation or "gelu_tanh"
@@ -132,7 +134,7 @@ def parallel_mlp(
         for main_grad, weight in zip(into, weights, strict=True):
             check_main_grad(op, main_grad, weight)
         matmul = strategy_of(op, tp, quantize, x)
-        require_segments(op, matmul.segments, "rows of w_up_shard", w_up.shape[0])
+        require_segments(op, tp, "rows of w_up_shard", w_up.shape[0])
         y = up_and_down(op, tokens_of(x), ups, b_up, w_down, b_down, into, tp, matmul, activation)
     return like_tokens(y, x)
 

@@ -75,6 +75,7 @@ def row_linear(
     overlap: bool = True,
     main_grad: Tensor | None = None,
     quantize: Recipe | None = None,
+    tp_invariant: int | None = None,
 ) -> Tensor:
     """Compute x weightᵀ + bias, summed over the ranks' features.
 
@@ -83,10 +84,11 @@ def row_linear(
     bias: (out_features,)
     main_grad: the weight's gradient is added to it in place, and its `grad` stays as it is
     quantize: compute it in fp8, and gather gradients in fp8
+    tp_invariant: segments of TP-invariance; None: as `tpkernels.tp_invariant` says
     returns: (tokens, ..., out_features), or this rank's tokens of dimension 0 if sequence_parallel
     """
     op = "row_linear"
-    tp = split_of(op, group, sequence_parallel, overlap)
+    tp = split_of(op, group, sequence_parallel, overlap, tp_invariant)
     with tp.call:
         if parallel.debug:
             alike = bias is not None, quantize
@@ -101,7 +103,7 @@ def row_linear(
             check_main_grad(op, main_grad, weight_shard)
         matmul = strategy_of(op, tp, quantize, x_shard)
         if matmul.segments:
-            require_segments(op, matmul.segments, "columns of weight_shard", weight_shard.shape[1])
+            require_segments(op, tp, "columns of weight_shard", weight_shard.shape[1])
         if sequence_parallel and x_shard.shape[0] % tp.ranks:
             refuse_uneven(op, x_shard, tp)
         tokens = x_shard if x_shard.ndim == 2 else tokens_of(x_shard)

@@ -36,14 +36,17 @@ from tpkernels.tp_invariance import tree_sum
 OP = "segment_heads"
 
 
-def segment_heads(x_shard: Tensor, group: ProcessGroup, heads: int) -> Tensor:
+def segment_heads(
+    x_shard: Tensor, group: ProcessGroup, heads: int, *, tp_invariant: int | None = None
+) -> Tensor:
     """Return the head of keys or values of each of this rank's segments.
 
     x_shard: (tokens, batch, features of this rank)
     heads: of keys or values, over all ranks
+    tp_invariant: segments of TP-invariance; None: as `tpkernels.tp_invariant` says
     returns: (tokens, batch, segments of this rank, features of a head)
     """
-    tp = split_of(OP, group)
+    tp = split_of(OP, group, segments=tp_invariant)
     with tp.call:
         compare_request(OP, tp, x_shard, options=(heads,))
         y: Tensor = apply(_SegmentHeads, x_shard, tp, strategy_of(OP, tp, None, x_shard), heads)

@@ -22,7 +22,7 @@ from tpkernels.kernels.activations import Activation, act_ref
 from tpkernels.ops.inputs import as_dtype
 from tpkernels.ops.main_grad import Into, dtype_of_gradient, weight_gradient
 from tpkernels.ops.matmul import Along, Direction, Pair, Plain, Waiting, columns, rows_of
-from tpkernels.tp_invariance import mode, tree_sum
+from tpkernels.tp_invariance import tree_sum
 
 _by_kernel = launcher("segments", "segment_sum", "transposed", "segments")
 _LINE = 64  # bytes: libraries may add in another order where memory begins elsewhere
@@ -108,23 +108,24 @@ def segmented_weight_gradient(dy: Tensor, x: Tensor, into: Into, segments: int, 
     return None if isinstance(into, Tensor) else total
 
 
-def row_blocks(rows: int, device: torch.device) -> list[slice]:
+def row_blocks(rows: int, device: torch.device, segments: int) -> list[slice]:
     """Split rows into blocks of one call each, the same for every number of ranks."""
-    segments = mode.segments
-    if not segments or not torch_computes(device) or rows % segments or rows // segments < LEAST_ROWS:
+    if not torch_computes(device) or rows % segments or rows // segments < LEAST_ROWS:
         return [slice(0, rows)]
     size = rows // segments
     return [slice(start, start + size) for start in range(0, rows, size)]
 
 
-def in_blocks(arriving: Iterable[tuple[slice, Tensor]], rows: int) -> Iterator[tuple[slice, Tensor]]:
+def in_blocks(
+    arriving: Iterable[tuple[slice, Tensor]], rows: int, segments: int
+) -> Iterator[tuple[slice, Tensor]]:
     """Regroup rows that arrive in chunks of any size into blocks, each as soon as it is complete."""
     whole: Tensor | None = None
     missing: dict[int, int] = {}
     blocks: list[slice] = []
     for here, chunk in arriving:
         if whole is None:
-            blocks = row_blocks(rows, chunk.device)
+            blocks = row_blocks(rows, chunk.device, segments)
             missing = {number: block.stop - block.start for number, block in enumerate(blocks)}
             whole = chunk if len(chunk) == rows else chunk.new_empty(rows, chunk.shape[1])
         if whole is not chunk:
@@ -143,13 +144,13 @@ class Segmented(Plain):
 
     is_plain = False
 
-    def __init__(self, segments: int) -> None:
-        """segments: that this rank has of what ranks share"""
-        self.segments = segments
+    def __init__(self, segments: int, own: int) -> None:
+        """segments: of what ranks share; own: that this rank has of them"""
+        self.segments, self._of_all = own, segments
 
     def terms(self, pairs: Sequence[Pair], transposed: bool, dtype: torch.dtype) -> Terms:
         """In fp32 or wider: they are rounded after the sum over ranks."""
-        return SegmentSum(pairs, transposed, self.segments).terms(dtype)
+        return SegmentSum(pairs, transposed, self.segments, self._of_all).terms(dtype)
 
     def wgrad(self, dy: Tensor, x: Tensor, into: Into, *, split: Direction) -> Tensor | None:
         calls = segment_calls(self.segments, x.device)
@@ -164,7 +165,7 @@ class Segmented(Plain):
         return map_segments(segment_calls(self.segments, dy.device), slope, canonical(dy), z)
 
     def _blocks(self, rows: Gather, tokens: int) -> Iterable[tuple[slice, Tensor]]:
-        return in_blocks(rows, tokens)
+        return in_blocks(rows, tokens, self._of_all)
 
     def _product_into(
         self,
@@ -222,12 +223,12 @@ def _cut(arg: object, segment: int, segments: int) -> object:
 class SegmentSum:
     """This rank's terms of a sum over ranks, in fp32 or wider, computed by blocks when they are asked for."""
 
-    def __init__(self, pairs: Sequence[Pair], transposed: bool, segments: int) -> None:
+    def __init__(self, pairs: Sequence[Pair], transposed: bool, segments: int, of_all: int) -> None:
         self._pairs, self._transposed, self._segments = pairs, transposed, segments
         activations, weight = pairs[0]
         self.rows, self.cols = activations.shape[0], weight.shape[0 if transposed else 1]
         self.like = activations.new_empty(0, dtype=sums_dtype(activations.dtype))
-        self._blocks = row_blocks(self.rows, activations.device)
+        self._blocks = row_blocks(self.rows, activations.device, of_all)
         self._any_rows = not torch_computes(activations.device)
         self._sums: Tensor | None = None
 

@@ -46,7 +46,6 @@ from tpkernels.ops.vocab.vocabulary import (
     require_logits,
     vocab_shard,
 )
-from tpkernels.tp_invariance import mode
 
 OP = "vocab_cross_entropy"
 IN_CACHE = 2**18  # logits: what lies in a cache from call to call is quicker, but calls take time, too
@@ -63,6 +62,7 @@ def vocab_cross_entropy(
     ignore_index: int = -100,
     vocab_size: int | None = None,
     overwrite_logits: bool = False,
+    tp_invariant: int | None = None,
 ) -> Tensor:
     """Compute the loss of each token, as `F.cross_entropy(..., reduction="none")` of the full logits.
 
@@ -73,9 +73,10 @@ def vocab_cross_entropy(
     vocab_size: of the full vocabulary, if columns past it are padding
     overwrite_logits: let backward write the gradient into the memory of the logits (torch.compile plans
         memory itself, and keeps them)
+    tp_invariant: segments of TP-invariance; None: as `tpkernels.tp_invariant` says
     returns: (...), in fp32 or wider
     """
-    tp = split_of(OP, group)
+    tp = split_of(OP, group, segments=tp_invariant)
     with tp.call:
         require_logits(OP, logits_shard)
         *leading, width = logits_shard.shape
@@ -136,7 +137,8 @@ class _VocabCrossEntropy(torch.autograd.Function):
         logits, target, maximum, total = ctx.saved_tensors
         if ctx.overwrite and not torch.compiler.is_compiling():
             losses = sharded_loss(ctx.options, logits.shape[1], ctx.tp)
-            dlogits = losses.gradient(logits, Known(target, maximum, total), dloss, in_place=True)
+            with ctx.tp.call:
+                dlogits = losses.gradient(logits, Known(target, maximum, total), dloss, in_place=True)
             increment_version(logits)  # autograd raises if anything else saved them for its backward
         else:
             arguments = logits, target, maximum, total, dloss, *ctx.options[:4]
@@ -261,7 +263,7 @@ class ShardedLoss:
 
     def _is_plain(self, logits: Tensor, target: Tensor) -> bool:
         """Whether one rank has all columns, none is padding, and torch computes a loss and nothing else."""
-        alone = self.shard.tp.ranks == 1 and not (self.label_smoothing or mode.segments)
+        alone = self.shard.tp.ranks == 1 and not (self.label_smoothing or self.shard.tp.segments)
         if self.scale is not None or target.ndim > 1:
             return False
         return alone and 0 < self.shard.size == logits.shape[1] and is_torchs(logits)
@@ -308,7 +310,7 @@ class ShardedLoss:
             near -= _sum_of_equal(target, column + part.first_id, of_targets, x.shape[1])
             return dx.scatter_(1, column, near.to(dx.dtype))
 
-        if not mode.segments:
+        if not self.shard.tp.segments:
             (whole,) = self.shard.segments
             return of_part(whole, logits, in_place)
         dlogits = logits if in_place else torch.empty_like(logits)

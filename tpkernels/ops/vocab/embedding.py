@@ -41,7 +41,6 @@ from tpkernels.ops.vocab.vocabulary import (
     require_in_vocabulary,
     vocab_shard,
 )
-from tpkernels.tp_invariance import mode
 
 OP = "vocab_embedding"
 
@@ -54,6 +53,7 @@ def vocab_embedding(
     sequence_parallel: bool = False,
     padding_idx: int | None = None,
     vocab_size: int | None = None,
+    tp_invariant: int | None = None,
 ) -> Tensor:
     """Look up the rows of ids in the full table, as `F.embedding`.
 
@@ -61,14 +61,15 @@ def vocab_embedding(
     weight_shard: (rows of this rank, features), the same number on every rank
     padding_idx: an id whose row gets no gradient
     vocab_size: of the full vocabulary, if rows past it are padding
+    tp_invariant: segments of TP-invariance; None: as `tpkernels.tp_invariant` says
     returns: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
     """
-    tp = split_of(OP, group, sequence_parallel)
+    tp = split_of(OP, group, sequence_parallel, segments=tp_invariant)
     with tp.call:
         # without features torch does not look at ids; gradients narrower than fp32 it sums as they are
         plain = weight_shard.ndim == 2 and weight_shard.dtype in (torch.float32, torch.float64)
         plain = plain and weight_shard.shape[1] > 0 and ids.is_cpu and (ids.ndim > 0 or not sequence_parallel)
-        if vocab_size is None and padding_idx is None and plain and is_alone(OP, tp, weight_shard):
+        if vocab_size is None and padding_idx is None and plain and is_alone(tp, weight_shard):
             try:
                 return differentiated_once(OP, torch.embedding(weight_shard, ids))
             except (IndexError, RuntimeError):
@@ -141,13 +142,13 @@ def _rows(ids: Tensor, weight: Tensor, vocab_size: int, tp: TensorParallel, _: P
     first_id = shard.first_id
     if tp.ranks == 1:
         rows = vocabulary.lookup(ids, weight, 0)
-        return [rows.add_(0) if mode.segments else rows]  # elsewhere zeros of others make +0 of -0
+        return [rows.add_(0) if tp.segments else rows]  # elsewhere zeros of others make +0 of -0
     terms = Terms(
         len(ids),
         weight.shape[1],
         weight,
         lambda rows: vocabulary.lookup(ids[rows], weight, first_id),
-        tree=mode.segments > 0,
+        tree=tp.segments > 0,
     )
     return [tp.reduce(OP, terms).wait()]
 

@@ -72,7 +72,6 @@ from tpkernels.ops.vocab.cross_entropy import IGNORED, NOWHERE, Known, LossOptio
 from tpkernels.ops.vocab.partial_gradients import PartialGradients, sum_over_ranks, terms_dtype
 from tpkernels.ops.vocab.sampling import kth_largest
 from tpkernels.ops.vocab.vocabulary import require_ids
-from tpkernels.tp_invariance import mode
 
 OP = "linear_cross_entropy"
 Reduction = Literal["mean", "sum", "none"]
@@ -96,6 +95,7 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     main_grad: Tensor | None = None,
     quantize: Recipe | None = None,
+    tp_invariant: int | None = None,
 ) -> Tensor:
     """Compute the loss of logits hidden weightᵀ, as `F.linear_cross_entropy` of the full weight.
 
@@ -107,9 +107,10 @@ def linear_cross_entropy(
     chunk_tokens: tokens in a chunk; by default its logits have as many elements as hidden
     main_grad: the weight's gradient is added to it in place, and its `grad` stays as it is
     quantize: compute the products in fp8
+    tp_invariant: segments of TP-invariance; None: as `tpkernels.tp_invariant` says
     returns: a scalar, or (tokens, ...) with "none"; in fp32 or wider
     """
-    tp = split_of(OP, group, sequence_parallel)
+    tp = split_of(OP, group, sequence_parallel, segments=tp_invariant)
     with tp.call:
         if reduction not in get_args(Reduction):
             raise ValueError(
@@ -145,6 +146,7 @@ def linear_logprobs(
     chunk_tokens: int | None = None,
     main_grad: Tensor | None = None,
     quantize: Recipe | None = None,
+    tp_invariant: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probabilities of targets, log_softmax(hidden weightᵀ / temperature), and entropies.
 
@@ -155,11 +157,11 @@ def linear_logprobs(
         `TopKLogitsWarper` of transformers; other targets have minus infinity and no gradient
     return_entropy: also return the entropy over the ids that count, at the temperature
     ignore_index: a target whose log-probability and gradient are 0; the entropy is 0 if all n are ignored
-    vocab_size, chunk_tokens, main_grad, quantize: as in `linear_cross_entropy`
+    vocab_size, chunk_tokens, main_grad, quantize, tp_invariant: as in `linear_cross_entropy`
     returns: log-probabilities (like target), and entropies (tokens, ...) or None; in fp32 or wider
     """
     op = "linear_logprobs"
-    tp = split_of(op, group, sequence_parallel)
+    tp = split_of(op, group, sequence_parallel, segments=tp_invariant)
     with tp.call:
         if (
             not isinstance(temperature, int | float)
@@ -344,7 +346,7 @@ def _logits_of_chunks(
 
     By default a chunk of logits has as many elements as all of hidden; with TP-invariance those of all ranks.
     """
-    width = weight.shape[0] * (tp.ranks if mode.segments else 1)
+    width = weight.shape[0] * (tp.ranks if tp.segments else 1)
     size = options.chunk_tokens or max(LEAST_TOKENS, -(-hidden.numel() // width))
     for start in range(0, len(hidden), size):
         rows = slice(start, start + size)
@@ -418,7 +420,7 @@ def _reduced(
     options, tp, matmul = _unpacked(how)
     target = sharded_loss(options, weight.shape[0], tp).counted(target)
     hidden = tp.gather(options.op, "hidden", hidden).all()
-    gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, matmul)
+    gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, tp, matmul)
     wanted = gradients if needs_dhidden or needs_dweight else None
     with reuse_quantized_weights():  # one for all chunks
         loss, *_ = _losses_by_chunk(options, hidden, weight, target, wanted, tp, matmul)
@@ -438,10 +440,11 @@ def _reduced_shape(
     target: Tensor,
     needs_dhidden: bool,
     needs_dweight: bool,
-    *_: object,
+    *how: Any,
 ) -> list[Tensor | None]:
+    *_, tp, _ = how
     loss = hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-    dhidden = hidden.new_empty(target.shape[0], hidden.shape[1], dtype=terms_dtype(hidden.dtype))
+    dhidden = hidden.new_empty(target.shape[0], hidden.shape[1], dtype=terms_dtype(hidden.dtype, tp))
     return [
         loss,
         torch.empty_like(loss),
@@ -523,7 +526,7 @@ def _token_gradients(
     (options, tp, matmul), known = _unpacked(how), Known(target, maximum, total, mean, least)
     losses = sharded_loss(options, weight.shape[0], tp)
     hidden = tp.gather(options.op, "hidden", hidden).all()
-    gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, matmul)
+    gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, tp, matmul)
     if options.top_k is not None:
         dloss = dloss.masked_fill(known.target == NOWHERE, 0)
     with reuse_quantized_weights():  # one for all chunks

@@ -10,18 +10,25 @@ from tpkernels.comm.transports.rows import Terms
 from tpkernels.dispatch.products import sums_dtype
 from tpkernels.ops.inputs import as_dtype
 from tpkernels.ops.matmul import Plain
-from tpkernels.tp_invariance import mode
 
 
 class PartialGradients:
     """Accumulates this rank's terms of the gradients over chunks; None for those that are not needed."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, needs_dhidden: bool, needs_dweight: bool, matmul: Plain
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        needs_dhidden: bool,
+        needs_dweight: bool,
+        tp: TensorParallel,
+        matmul: Plain,
     ) -> None:
         self._hidden, self._weight, self._matmul = hidden, weight, matmul
         wide = torch.promote_types(weight.dtype, torch.float32)
-        self.dhidden = torch.empty_like(hidden, dtype=terms_dtype(hidden.dtype)) if needs_dhidden else None
+        self.dhidden = (
+            torch.empty_like(hidden, dtype=terms_dtype(hidden.dtype, tp)) if needs_dhidden else None
+        )
         self.dweight = torch.zeros_like(weight, dtype=wide) if needs_dweight else None
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
@@ -34,24 +41,24 @@ class PartialGradients:
             matmul.wgrad(dlogits, hidden, self.dweight, split="dy")
 
 
-def terms_dtype(dtype: torch.dtype) -> torch.dtype:
+def terms_dtype(dtype: torch.dtype, tp: TensorParallel) -> torch.dtype:
     """The dtype of a rank's terms of a sum: rounded, or with TP-invariance as wide as the sum."""
-    return sums_dtype(dtype) if mode.segments else dtype
+    return sums_dtype(dtype) if tp.segments else dtype
 
 
 def sum_over_ranks(
     dhidden: Tensor, scale: Tensor | None, dtype: torch.dtype, op: str, tp: TensorParallel
 ) -> Tensor:
     """Sum dhidden over ranks, times scale; return all of it, or this rank's tokens."""
-    term_scale = None if mode.segments else scale
+    term_scale = None if tp.segments else scale
     terms = Terms(
         dhidden.shape[0],
         dhidden.shape[1],
         dhidden,
         lambda rows: dhidden[rows] if term_scale is None else dhidden[rows] * term_scale,
-        tree=mode.segments > 0,
+        tree=tp.segments > 0,
     )
     total = tp.reduce(f"{op} backward", terms).wait()
-    if scale is not None and mode.segments:
+    if scale is not None and tp.segments:
         total = total * scale
     return as_dtype(total, dtype)

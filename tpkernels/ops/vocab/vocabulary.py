@@ -19,9 +19,8 @@ from tpkernels.comm.tensor_parallel import TensorParallel
 from tpkernels.kernels.reference import surely_within
 from tpkernels.ops.inputs import is_torchs
 from tpkernels.ops.tensor_parallel import parallel
-from tpkernels.ops.tensor_parallel.parallel import require_segments, segments_of
+from tpkernels.ops.tensor_parallel.parallel import require_segments
 from tpkernels.ops.tensor_parallel.segments import segment_of
-from tpkernels.tp_invariance import mode
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,13 @@ class VocabShard:
     @property
     def segments(self) -> list[VocabSegment]:
         """The segments that one call each computes: with TP-invariance several, else the full shard."""
-        total = max(1, segments_of("vocabulary", self.tp.ranks))
+        total = max(1, self.tp.own_segments)
         width = self.width // total
         firsts = [self.first_id + number * width for number in range(total)]
-        return [VocabSegment(n, total, first, self._columns(first, width)) for n, first in enumerate(firsts)]
+        cut = self.tp.segments > 0
+        return [
+            VocabSegment(n, total, first, self._columns(first, width), cut) for n, first in enumerate(firsts)
+        ]
 
     def _columns(self, first_id: int, width: int) -> int:
         return min(max(self.size - first_id, 0), width)
@@ -60,10 +62,11 @@ class VocabSegment(NamedTuple):
     total: int
     first_id: int
     columns: int  # that are no padding
+    is_cut: bool  # with TP-invariance
 
     def of(self, shard: Tensor, dim: int) -> Tensor:
         """This segment of a rank's shard, contiguous; the shard itself without TP-invariance."""
-        return segment_of(shard, dim, self.number, self.total) if mode.segments else shard
+        return segment_of(shard, dim, self.number, self.total) if self.is_cut else shard
 
     def view_of(self, shard: Tensor, dim: int) -> Tensor:
         """This segment of a rank's shard, as a view."""
@@ -72,14 +75,13 @@ class VocabSegment(NamedTuple):
 
 def vocab_shard(op: str, tp: TensorParallel, width: int, vocab_size: int | None) -> VocabShard:
     """This rank's shard, checked. vocab_size: ids of the full vocabulary; None: there is no padding"""
-    if mode.fix(op):
-        require_segments(op, segments_of(op, tp.ranks), "a shard of the vocabulary", width)
+    require_segments(op, tp, "a shard of the vocabulary", width)
     return VocabShard(tp, width, checked_size(op, tp.ranks, width, vocab_size))
 
 
-def is_alone(op: str, tp: TensorParallel, x: Tensor) -> bool:
+def is_alone(tp: TensorParallel, x: Tensor) -> bool:
     """Whether a rank alone computes, by torch: then what sharding adds to torch's operators is left out."""
-    return tp.ranks == 1 and is_torchs(x) and not mode.fix(op)
+    return tp.ranks == 1 and is_torchs(x) and not tp.segments
 
 
 def checked_size(op: str, ranks: int, width: int, vocab_size: int | None) -> int:
