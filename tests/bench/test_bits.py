@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -72,7 +70,8 @@ def test_a_flag_that_comes_before_its_rows_is_caught():
     ],
 )
 def test_a_rank_that_does_not_answer_is_told_with_the_schedule(fault, said):
-    patience = min(5.0, 20.0 / patient(1.0))  # after 30 s, on any machine, a lone transfer is an error itself
+    # after 30 s, on any machine, a lone transfer is an error itself
+    patience = min(5.0, 20.0 / patient(1.0)) if fault == "a_rank_hangs" else 60.0
     found = certified(["c10d/2/row", "c10d/2/column"], 1, fault, ranks=2, patience=patience)
     (failure,) = failures(found)
     what, again = failure.split("; again: ")
@@ -83,13 +82,11 @@ def test_a_rank_that_does_not_answer_is_told_with_the_schedule(fault, said):
     assert [certificate.schedules for certificate in found] == [0, 1]  # the others go on with new ranks
 
 
-def test_the_command_prints_a_table_and_keeps_a_report(tmp_path):
+def test_the_command_prints_a_table_and_keeps_a_report(tmp_path, capsys):
     report = tmp_path / "bits.json"
     arguments = ["--schedules", "3", "--seed", "7", "--world-size", "2", "--only", "embedding"]
-    command = [sys.executable, "-m", "bench", "bits", *arguments, "--json", report]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    out = run.stdout
+    assert main(["bits", *arguments, "--json", str(report)]) == 0
+    out = capsys.readouterr().out
     assert [line.split()[:5] for line in out.splitlines()[:-1]] == [
         ["transport", "ranks", "programs", "schedules", "hashes"],
         ["c10d", "2", "1", "1", "1"],

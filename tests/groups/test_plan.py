@@ -151,9 +151,9 @@ def test_plan_of_a_huge_world_is_quick_and_small():
     assert [len(group) for group in plan_and_ask()] == [8, 1, 1, 1024, 16, 128, 1024, 1024]
     seconds = []
     for _ in range(5):
-        start = time.process_time()
+        start = time.thread_time()
         plan_and_ask()
-        seconds.append(time.process_time() - start)
+        seconds.append(time.thread_time() - start)
     assert min(seconds) < 0.05
 
     tracemalloc.start()

@@ -66,7 +66,7 @@ def arrivals_of(delivery: MailboxDelivery, spin_limit: int | None = None) -> Arr
     return Arrivals(delivery.flags, delivery.awaited, delivery.exchange.status, spin_limit=spin_limit)
 
 
-def opened(way: str, shape: tuple[int, int], splits: int = 1, timeout: float = 20.0) -> MailboxExchange:
+def opened(way: str, shape: tuple[int, int], splits: int = 1, timeout: float = 60.0) -> MailboxExchange:
     layout = Layout(dist.get_world_size(), shape, torch.float32, splits)
     opening = Opening("it", dist.group.WORLD, layout, timeout=timeout)
     return (open_shared if way == "shared" else open_stand_in)(opening)

@@ -348,7 +348,7 @@ def replayed_calls(with_barrier: bool) -> list[bool]:
     rank, ranks, rows = dist.get_rank(), dist.get_world_size(), 12
     group = dist.group.WORLD
     layout = Layout(ranks, (rows, exchanges.K), torch.float32, 2)
-    exchange = open_stand_in(Opening("replay", group, layout, timeout=20.0))
+    exchange = open_stand_in(Opening("replay", group, layout, timeout=60.0))
     exchange.flag_kernels = FLAG_KERNELS  # which count in the interpreter here
     exchange.captured = True
     results = []
