@@ -70,7 +70,7 @@ def test_a_flag_that_comes_before_its_rows_is_caught():
     ],
 )
 def test_a_rank_that_does_not_answer_is_told_with_the_schedule(fault, said):
-    # after 30 s, on any machine, a lone transfer is an error itself
+    # after a minute, on any machine, a lone transfer is an error itself
     patience = min(5.0, 20.0 / patient(1.0)) if fault == "a_rank_hangs" else 60.0
     found = certified(["c10d/2/row", "c10d/2/column"], 1, fault, ranks=2, patience=patience)
     (failure,) = failures(found)

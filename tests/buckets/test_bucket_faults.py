@@ -141,7 +141,7 @@ def lost_in_a_step(dies, seconds):
 
 @both_ways
 def test_late_rank_is_an_error_within_the_time_out(ranks2):
-    text, _ = ranks2.run(lost_in_a_step, False, patient(3.0))  # the group's own is 30 s
+    text, _ = ranks2.run(lost_in_a_step, False, patient(3.0))  # the group's own is a minute
     assert "timeout" in text.lower() or "timed out" in text.lower()
 
 

@@ -306,7 +306,7 @@ def test_ranks_that_finish_buckets_in_other_orders_are_told():
         backward(module)
     started = time.monotonic()
     errors = [error_of(buckets.finish) for buckets in both[:: 1 - 2 * dist.get_rank()]]
-    assert time.monotonic() - started < patient(15.0)  # half of the group's time-out
+    assert time.monotonic() - started < patient(30.0)  # half of the group's time-out
     kind, text = errors[0]
     assert kind == "RuntimeError"
     assert "ranks have left the common order of calls" in text
