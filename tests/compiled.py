@@ -4,8 +4,9 @@
         assert compiler.run(facts_of, entry, "sm_90").spills == 0
         assert compiler.command(folder, "check", "--only", "linear").returncode == 0
 
-It imports torch and Triton once, and each command runs in a fork of it. What is compiled is kept by content,
-in a folder that all workers of pytest share for a run: no test need know what others compile.
+It imports torch and Triton once. Each command runs in a fork of another such process: as it may be that of a
+copy of the package, nothing may have registered the package's operators before. What is compiled is kept by
+content, in a folder that all workers of pytest share for a run: no test need know what others compile.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing import get_context
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -30,9 +32,18 @@ T = TypeVar("T")
 
 
 class Compiler:
-    def __init__(self, process: ProcessPoolExecutor, cache: Path) -> None:
-        self._process = process
+    def __init__(self, process: Callable[[], ProcessPoolExecutor], cache: Path) -> None:
+        """process: start one"""
+        self._new_process = process
         self.cache = cache  # of what was compiled, as TPKERNELS_CACHE_DIR
+
+    @cached_property
+    def _process(self) -> ProcessPoolExecutor:
+        return self._new_process()
+
+    @cached_property
+    def _process_of_commands(self) -> ProcessPoolExecutor:
+        return self._new_process()
 
     def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """What a function of a module returns there."""
@@ -48,7 +59,8 @@ class Compiler:
         variables: of the environment
         """
         environment = {"TPKERNELS_CACHE_DIR": str(self.cache)} | variables
-        return self.run(_command, folder, arguments, environment, patient(280))
+        ended = self._process_of_commands.submit(_command, folder, arguments, environment, patient(280))
+        return ended.result(patient(300))
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,12 @@ def assembly_of(entry: Any, architecture: str = "sm_90") -> Assembly:
 
 @contextmanager
 def compiling(cache: Path) -> Iterator[Compiler]:
+    with ExitStack() as processes:
+        yield Compiler(lambda: processes.enter_context(_process(cache)), cache)
+
+
+@contextmanager
+def _process(cache: Path) -> Iterator[ProcessPoolExecutor]:
     with ProcessPoolExecutor(
         1, mp_context=get_context("spawn"), initializer=_compile_once, initargs=(cache,)
     ) as process:
@@ -86,7 +104,7 @@ def compiling(cache: Path) -> Iterator[Compiler]:
         finally:
             if interpreted is not None:
                 os.environ["TRITON_INTERPRET"] = interpreted
-        yield Compiler(process, cache)
+        yield process
 
 
 def _compile_once(cache: Path) -> None:

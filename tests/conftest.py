@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,6 +28,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # A worker of xdist by its environment: what tests start would take itself for one, and measure nothing.
 os.environ.pop("PYTEST_XDIST_WORKER", None)
+
+# The same examples each time, for as long as a busy machine takes; a machine with a GPU need not have it.
+with suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "busy", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("busy")
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
@@ -48,6 +59,14 @@ def pytest_collection_finish() -> None:
     """What is imported is neither garbage nor a model's wrapper: `parallelize` looks at all other objects."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _whatever_ran_before() -> None:
+    """Tests run in any order: random numbers, and how often code was compiled, are of each test alone."""
+    torch.manual_seed(20261121)
+    if "torch._dynamo" in sys.modules:  # else nothing has been compiled
+        torch.compiler.reset()
 
 
 @pytest.fixture(scope="session")

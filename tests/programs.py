@@ -21,11 +21,11 @@ from typing import Any
 from tests.patience import patient
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 120.0
-CHILD_SECONDS, BEGIN_SECONDS = 20, 5.0
+SECONDS = 300.0
 # Before 3.11.10 a fork never returns from os.fork() if a thread of torch held a lock of Python's at that
 # moment (CPython gh-112275).
-FORK_ATTEMPTS = 4 if sys.version_info < (3, 11, 10) else 1
+FORK_ATTEMPTS = 12 if sys.version_info < (3, 11, 10) else 1
+CHILD_SECONDS, BEGIN_SECONDS = 120, 60.0 / FORK_ATTEMPTS
 
 
 def ran(

@@ -53,9 +53,8 @@ T = TypeVar("T")
 LEAST_BYTES = schedule.LEAST_BYTES
 
 START_SECONDS = 120.0  # four imports of torch on a loaded two-core machine, with room
-COLLECTIVE_SECONDS = float(
-    round(patient(30.0))
-)  # below the time-out of a call: a lone collective fails with a traceback
+# Below the time-out of a call: a lone collective fails with a traceback.
+COLLECTIVE_SECONDS = float(round(patient(60.0)))
 JOIN_SECONDS = LEAVE_SECONDS = COLLECTIVE_SECONDS + 5.0  # may wait for a collective, or a store, to time out
 GRACE_SECONDS = 20.0  # gloo tells the peers of a failed rank within a second, flags within a time-out
 EXIT_SECONDS = 10.0  # an upper bound: a signal ends a rank within milliseconds

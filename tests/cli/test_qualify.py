@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.cli.living_ranks import told_by
 from tests.on_ranks import on_ranks
-from tests.patience import patient
-from tests.programs import ran
 from tests.ranks import RankPool
 from tpkernels.cli import main, qualify_ranks
 from tpkernels.cli.op_programs import OP_PROGRAMS
@@ -33,9 +32,9 @@ def launcher_of(case):
     return case.name.partition("/")[0]
 
 
-def test_the_command_finds_all_right_here(tmp_path):
+def test_the_command_finds_all_right_here(tmp_path, ranks2):
     report = tmp_path / "report.json"
-    run = ran("-m", "tpkernels", "qualify", "--quick", "--seed", SEED, "--json", report)
+    run = told_by(ranks2, main, f"qualify --quick --seed {SEED} --json {report}".split())
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.startswith(f"cpu, torch {torch.__version__}, triton ")
     assert f"2 ranks, --seed {SEED}\n" in run.stdout
@@ -58,7 +57,7 @@ def test_an_interrupted_run_ends_as_its_ranks_did(monkeypatch):
 
 
 def world_here(**options):
-    return QualifyWorld(torch.device("cpu"), SEED, **{"seconds": patient(60), "quick": True} | options)
+    return QualifyWorld(torch.device("cpu"), SEED, **{"seconds": 3600.0, "quick": True} | options)
 
 
 def kernels_with_one_that_is_off():

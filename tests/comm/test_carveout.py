@@ -28,6 +28,7 @@ ALL, BESIDE = H100.processors, H100.processors - NCCL_BLOCKS
 
 @pytest.fixture(params=[None, 8], ids=["unset", "set by the user"])
 def users(request):
+    gc.collect()  # calls that tests before left in flight end now, not later
     set_to(request.param)
     yield request.param or 0
     assert setting() == request.param

@@ -23,7 +23,7 @@ from tests.buckets.golden import SMALL
 from tests.loopback import open_loopback, start
 from tests.on_ranks import on_ranks
 from tests.patience import patient
-from tests.programs import ran
+from tests.programs import ran, until
 from tpkernels import GradientBuckets
 from tpkernels.comm.transports import shared
 from tpkernels.comm.transports.host import Pusher
@@ -40,7 +40,9 @@ def threads():
     return [open(f"/proc/self/task/{thread}/comm").read().strip() for thread in os.listdir("/proc/self/task")]
 
 def show_threads():
-    time.sleep(0.2)  # a thread that is left lets go of its collective
+    deadline = time.monotonic() + 30  # a thread that is left lets go of its collective
+    while process != "alive" and "gloo" in str(threads()) and time.monotonic() < deadline:
+        time.sleep(0.05)
     print(process, *threads())
 
 atexit.register(show_threads)
@@ -81,7 +83,7 @@ else:
 
 def test_destroyed_group_leaves_no_thread_to_the_end_of_python_and_one_that_lives_keeps_its_own():
     command = [sys.executable, "-c", PROGRAM]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=patient(60))
+    run = subprocess.run(command, capture_output=True, text=True, timeout=patient(120))
     assert run.returncode == 0, run.stderr
     lines = [line.partition(" ") for line in run.stdout.splitlines()]
     found = {process: "gloo" in threads for process, _, threads in lines}
@@ -112,10 +114,7 @@ def test_a_process_that_was_killed_has_ended_before_it_is_reaped(has_descriptors
         process = Process(running.pid)
         assert not process.has_ended()
         running.kill()
-        deadline = time.monotonic() + patient(10)
-        while not process.has_ended():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(process.has_ended)
         running.wait()
         assert process.has_ended()
         assert has_descriptors or Process(running.pid).has_ended()
@@ -149,7 +148,7 @@ def test_a_rank_that_closes_its_end_is_told_at_once():
     ends[1].close()
     with pytest.raises(RuntimeError, match=r"rows of rank 1 .*: it has destroyed its process group"):
         delivery.await_rows(slice(4, 8))
-    assert time.monotonic() - started < patient(5)
+    assert time.monotonic() - started < 15  # half of its time-out
     ends[0].close()
 
 

@@ -49,7 +49,6 @@ def need_interpreter() -> None:
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TPKERNELS_TUNE", "TPKERNELS_LOG", "TPKERNELS_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
-    torch.manual_seed(20261121)
 
 
 @pytest.fixture

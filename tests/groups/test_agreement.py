@@ -60,7 +60,7 @@ def test_calls_that_differ_in_what_is_no_default_are_a_disagreement():
 @pytest.mark.parametrize("absent", [0, 3])
 @on_ranks(4)
 def test_rank_that_never_calls_is_named_within_the_timeout(absent):
-    seconds = of_all(patient(1.0))[0]  # from now on the time-out tells of one rank only
+    seconds = of_all(patient(3.0))[0]  # from now on the time-out tells of one rank only
     error = ("absent", "")
     if dist.get_rank() != absent:
         error = promptly(initialize_model_parallel, 2, timeout=timedelta(seconds=seconds))

@@ -44,7 +44,7 @@ def plans(draw):
         reject()
 
 
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=40)
 @given(plans())
 def test_groups_of_a_kind_share_no_rank_and_leave_none_out(plan):
     for kind in KINDS:
@@ -57,7 +57,7 @@ def test_groups_of_a_kind_share_no_rank_and_leave_none_out(plan):
             assert all(plan.group_of(rank, kind) == group for rank in group)
 
 
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=40)
 @given(plans())
 def test_order_says_which_axis_varies_fastest(plan):
     """Along each axis neighbours are as far apart as the sizes of the faster axes multiply to."""
@@ -70,7 +70,7 @@ def test_order_says_which_axis_varies_fastest(plan):
     assert step == plan.world_size
 
 
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=40)
 @given(plans())
 def test_expert_axes_split_what_data_and_context_share(plan):
     """Within one tensor position and stage, the ranks are expert x expert-data, each pair once."""
@@ -151,9 +151,9 @@ def test_plan_of_a_huge_world_is_quick_and_small():
     assert [len(group) for group in plan_and_ask()] == [8, 1, 1, 1024, 16, 128, 1024, 1024]
     seconds = []
     for _ in range(5):
-        start = time.process_time()
+        start = time.thread_time()
         plan_and_ask()
-        seconds.append(time.process_time() - start)
+        seconds.append(time.thread_time() - start)
     assert min(seconds) < 0.05
 
     tracemalloc.start()
@@ -189,9 +189,9 @@ def test_describe_prints_the_lesson_and_shortens_a_huge_world():
     assert "16384 tensor model-parallel groups:" in text
     assert "... and 16352 more" in text
     assert len(text) < 40_000
-    start = time.process_time()  # of ours, however busy the machine is
-    plan_groups(world_size=1_000_000, tensor=8, pipeline=4).describe()
-    assert time.process_time() - start < 1  # a fifth of it; all lists would take three
+    huge = plan_groups(world_size=1_000_000, tensor=8, pipeline=4)
+    huge.describe()
+    assert "groups" not in vars(huge)  # all lists would take seconds
 
 
 def test_counts_of_groups_are_the_lengths_of_the_lists():

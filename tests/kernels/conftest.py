@@ -34,8 +34,3 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> Iterator[Frames]:
 def _no_plans_of_other_tests() -> None:
     """Tests change what no key has, such as the targets that there are."""
     launch_plans.forget()
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(20261121)

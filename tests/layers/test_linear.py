@@ -1,5 +1,6 @@
 """Column and row layers, one rank at a time: shapes, attributes, options, and mistakes that never get far."""
 
+import gc
 import sys
 from itertools import takewhile
 from pathlib import Path
@@ -175,11 +176,13 @@ def calls_before_op(run):
         if event == "call" and path.is_relative_to(PACKAGE):
             found.append((path.relative_to(PACKAGE).parts[0], frame.f_code.co_name))
 
+    gc.disable()  # what it ends is not of this call
     sys.setprofile(note)
     try:
         run()
     finally:
         sys.setprofile(None)
+        gc.enable()
     own = takewhile(lambda call: call[0] in ("layers", "groups"), found)
     return [name for _, name in own]
 

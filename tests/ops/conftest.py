@@ -21,9 +21,3 @@ def by(request: pytest.FixtureRequest) -> str:
 def backend(by: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(backends, "backend", by)
     return by
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(20261121)
-    torch.compiler.reset()  # or cases that share a line of a test count as recompilations of one function

@@ -327,7 +327,7 @@ def test_headers_that_differ_are_told_to_all_ranks_at_once():
     dist.barrier()
     started = time.monotonic()
     said = said_by(lambda: called(STEPS["column of shards" if rank == 3 else "row_sequence"], group))
-    assert time.monotonic() - started < patient(2)
+    assert time.monotonic() - started < patient(15)
     assert "ranks have left the common order of calls: call " in said
     assert "'row_linear: shards of the sum (4, 4) torch.float32' on rank " in said
     assert "'column_linear: gather of x (8, 12) torch.float32' on rank 3" in said

@@ -364,7 +364,7 @@ def test_ranks_with_other_recipes_are_told_of_other_calls_and_in_debug_mode_of_t
 
     said = []
     for debug in (True, False):
-        group = dist.new_group(timeout=timedelta(seconds=patient(4)))
+        group = dist.new_group(timeout=timedelta(seconds=patient(30)))
         with patch.object(parallel, "debug", debug):
             said.append(message_of(lambda: both(group)))  # noqa: B023
     for words in ("ranks disagree", "options: ", "Recipe(scaling='rows'"):
@@ -375,7 +375,7 @@ def test_ranks_with_other_recipes_are_told_of_other_calls_and_in_debug_mode_of_t
 @on_ranks(2)
 def test_ranks_that_want_other_gradients_are_told_so_in_debug_mode():
     """In the backward of an MLP: of different inputs."""
-    group = dist.new_group(timeout=timedelta(seconds=patient(10)))
+    group = dist.new_group(timeout=timedelta(seconds=patient(30)))
     x, w, w2 = operands_of(6)
     weights = [leaf(w) if dist.get_rank() == 0 else w, leaf(w2)]
     y = parallel_mlp(x, weights[0], None, weights[1], None, group, quantize=ROWWISE)

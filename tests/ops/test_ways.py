@@ -172,7 +172,7 @@ def test_a_choice_against_memory_leaves_open_what_another_choice_took():
     group, cache = dist.new_group(timeout=timedelta(seconds=40)), Cache(None, VERSIONS)
     for one_collective, op in ((2.0, "one"), (1.0, "another"), (2.0, "one")):
         times_of = {"symmetric": 1.5, "1 collective": one_collective, "2 collectives": 3.0}
-        with as_on_gpus(times_of, cache), patch.object(ways, "TRIAL_SECONDS", 3.0):
+        with as_on_gpus(times_of, cache), patch.object(ways, "TRIAL_SECONDS", 30.0):
             assert_gathered(8, group, op)
         assert {exchange.timeout for exchange in select._of_group[id(group)]._open.values()} == {40.0}
     assert taken_by(group) == ["Mailboxes", "Collectives"]
@@ -383,7 +383,7 @@ def test_kernels_are_compiled_before_the_time_of_a_trial_begins_to_run():
 
     with (
         as_on_gpus(MEMORY_FIRST, Cache(None, VERSIONS)),
-        patch.object(ways, "TRIAL_SECONDS", 1.0),
+        patch.object(ways, "TRIAL_SECONDS", 20.0),
         patch.object(linear, "linear_fwd", partial(noting, linear.linear_fwd)),
         patch.object(reduce, "reduce_slots", partial(noting, reduce.reduce_slots)),
     ):
@@ -466,7 +466,7 @@ def test_a_way_that_fails_leaves_no_half_of_a_call_to_those_that_share_its_memor
     with (
         as_on_gpus(times_of, Cache(None, VERSIONS), opener) as said,
         patch.object(owner, name, failing),
-        patch.object(ways, "TRIAL_SECONDS", 5.0),
+        patch.object(ways, "TRIAL_SECONDS", 15.0),
     ):
         for _ in range(3):
             assert_gathered(8, group)

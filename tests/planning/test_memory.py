@@ -102,7 +102,7 @@ def held_by_trainer(config, tensor):
         optimizer += [states["exp_avg"], states["exp_avg_sq"]]
     parts = [list(trainer.model.parameters()), list(buckets), optimizer]
     weights, gradients, states = (sum(tensor.nbytes for tensor in part) for part in parts)
-    deadline = time.monotonic() + patient(4.0)
+    deadline = time.monotonic() + patient(20.0)
     while True:  # gloo's threads let go of a finished collective a little after its wait
         now = alive() | {bucket.untyped_storage().data_ptr(): bucket.untyped_storage() for bucket in buckets}
         new = sum(memory.nbytes() for place, memory in now.items() if place not in before)
