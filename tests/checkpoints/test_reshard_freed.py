@@ -23,7 +23,7 @@ from tpkernels.checkpoints.reshard_plan import plan_of
 
 def peak_while_moving(held, model, **options):
     """The most bytes of these tensors, and of what torch allocates, at a time, once there is a plan."""
-    live = LiveBytes(group=dist.group.WORLD)
+    live = LiveBytes(messages=False)
 
     def planned(*args, **options):
         plan = plan_of(*args, **options)

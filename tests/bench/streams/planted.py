@@ -205,7 +205,7 @@ FAULTS = {
         "gather",
         "delivery.keep(shard)",
         partial(gathers_in_flight, Machine(2), multiplied=True),
-        "delivery.keep(shard), delivery.release()",
+        "delivery.keep(shard), delivery.end()",
     ),
     # processors
     "a kernel waits for rows behind a barrier without a processor": _lost(

@@ -21,7 +21,6 @@ from tpkernels.comm.tensor_parallel import Moved, TensorParallel
 from tpkernels.comm.transports.rows import Gather, Reduced, Terms, Transport
 from tpkernels.comm.transports.select import Exchanges
 from tpkernels.dispatch import log
-from tpkernels.dispatch.chooser import obstacle
 from tpkernels.dispatch.operators import define, in_forward_mode, refuse_forward_mode
 from tpkernels.env import env_flag
 from tpkernels.kernels.activations import Activation
@@ -61,7 +60,11 @@ class TimedKernels(FlagKernels):
         return choose(moved, like, group, exchanges, work)
 
     def decides(self, like: Tensor) -> bool:
-        return not times_on(like) or obstacle(like.device) is None
+        if not times_on(like):
+            return True
+        from tpkernels.dispatch.chooser import obstacle  # on GPUs, where products are timed
+
+        return obstacle(like.device) is None
 
 
 TIMED_KERNELS = TimedKernels()
