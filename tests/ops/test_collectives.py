@@ -23,7 +23,7 @@ from tests.ops.test_mappings import assert_regions_mean_what_they_say
 from tests.ops.transport_cases import using
 from tests.products import pairwise
 from tpkernels.comm import schedule, tensor_parallel
-from tpkernels.comm.calls import Call, Calls, begin
+from tpkernels.comm.calls import Call, Calls, begin, calls_of
 from tpkernels.comm.groups import start_together
 from tpkernels.comm.schedule import bounds
 from tpkernels.comm.tensor_parallel import TensorParallel
@@ -119,6 +119,27 @@ def test_ranks_that_differ_in_who_sums_or_in_how_rows_are_cut_are_refused():
             message = message_of(lambda: op(x, x, None, group, sequence_parallel=True))  # noqa: B023
         for of_rank, said in enumerate(words):
             assert f"rank {of_rank} has {said}" in message, message
+
+
+@pytest.mark.parametrize(("most", "gathers"), [(0, 2), (2**20, 1)])
+@on_ranks(2)
+def test_rows_of_one_message_are_gathered_once(most, gathers):
+    """Of more rows only the shard is kept, and backward gathers it again; numbers are the same."""
+    group, started, original = dist.new_group(), list[str](), TensorParallel.gather
+    calls_of(group).eager_bytes = most
+
+    def gather(self: TensorParallel, op: str, name: str, *arguments: Any, **options: Any) -> Any:
+        started.append(name)
+        return original(self, op, name, *arguments, **options)
+
+    x, w = (torch.randn(8, 8).requires_grad_() for _ in range(2))
+    with patch.object(TensorParallel, "gather", gather):
+        y = column_linear(x, w, None, group, sequence_parallel=True)
+        found = torch.autograd.grad(y.square().sum(), (x, w))
+    assert started == ["x"] * gathers
+    y = column_linear(x, w, None, group, sequence_parallel=True, save_gathered=True)
+    for one, kept in zip(found, torch.autograd.grad(y.square().sum(), (x, w)), strict=True):
+        torch.testing.assert_close(one, kept, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("transport", ["c10d", "shared"])

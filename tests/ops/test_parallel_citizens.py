@@ -135,7 +135,9 @@ def row(x: Tensor, w: Tensor, w2: Tensor, **options: Any) -> Tensor:
 
 
 def unlike_compiled(function: Callable[..., Tensor], operands: Sequence[Sequence[Tensor]]) -> list[str]:
-    """Which of y, gradients and bytes saved for backward are others under torch.compile than eagerly.
+    """Which of y and gradients are others under torch.compile than eagerly, and whether more bytes are saved.
+
+    A graph does not save what only tells second derivatives, as x_shard beside a gathered x.
 
     operands: of calls that one graph serves; their `requires_grad` counts
     """
@@ -163,7 +165,8 @@ def unlike_compiled(function: Callable[..., Tensor], operands: Sequence[Sequence
         wrong += [
             f"{name} of {tuple(given[0].shape)}: {ours.get(name)}, not {truth}"
             for name, truth in expected.items()
-            if name not in ours or not ours[name].equal(truth)
+            if name not in ours
+            or not (ours[name] <= truth if name == "saved bytes" else ours[name].equal(truth))
         ]
     return wrong
 

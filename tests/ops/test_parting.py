@@ -31,7 +31,7 @@ from tests.programs import forked
 from tpkernels import Recipe
 from tpkernels.buckets import collectives as bucketed
 from tpkernels.comm import calls
-from tpkernels.comm.calls import Call, Calls, calls_of
+from tpkernels.comm.calls import EAGER_BYTES, Call, Calls, calls_of
 from tpkernels.ops import (
     column_linear,
     linear_cross_entropy,
@@ -182,7 +182,9 @@ def asked(how: str, group: dist.ProcessGroup) -> Callable[[], object]:
     w, narrow = torch.ones(WIDTH, WIDTH, requires_grad=True), torch.ones(4, WIDTH)
 
     def column(x_grad: bool = True, w_grad: bool = True, **options: Any) -> None:
-        shard, weight = x.clone().requires_grad_(x_grad), w.detach().clone().requires_grad_(w_grad)
+        # more than a message holds: of fewer, ranks keep x and send the same
+        shard = x.repeat(EAGER_BYTES // x.nbytes + 1, 1).requires_grad_(x_grad)
+        weight = w.detach().clone().requires_grad_(w_grad)
         column_linear(shard, weight, None, group, sequence_parallel=True, **options).sum().backward()
 
     def backward() -> None:

@@ -21,6 +21,7 @@ from tests.ops.cases import CASES, NORMS
 from tests.ops.parallel_behaviour import message_of
 from tests.ops.parallel_cases import shard
 from tests.products import once
+from tpkernels.comm.calls import calls_of
 from tpkernels.ops import (
     column_linear,
     linear_cross_entropy,
@@ -158,6 +159,18 @@ def test_inputs_out_of_reach_and_main_grad_are_refused_at_once():
     y = column_linear(x * 1, w.detach(), computed, group)  # dx depends on nothing that forward computed
     (dx,) = torch.autograd.grad(_square(y), x, create_graph=True)
     assert WORDS in message_of(lambda: torch.autograd.grad(dx.sum(), x))
+
+
+@pytest.mark.parametrize("most", [0, 2**20])
+@on_ranks(2)
+def test_a_second_derivative_is_refused_whatever_a_message_holds(most):
+    """Of few rows the gathered x is kept, which depends on x as far as the rest of autograd can tell."""
+    group = dist.new_group()
+    calls_of(group).eager_bytes = most
+    x, w, b = (t.requires_grad_() for t in _operands("column"))
+    y = column_linear(x * 1, w, b, group, sequence_parallel=True)
+    (dw,) = torch.autograd.grad(y.square().sum(), w, create_graph=True)
+    assert WORDS in message_of(lambda: torch.autograd.grad(dw.sum(), x))
 
 
 def _whole(seed: int, *shape: int) -> Tensor:

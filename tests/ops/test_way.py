@@ -36,12 +36,12 @@ class Way(NamedTuple):
 
 # at most; who makes a way shorter lowers its limits
 LIMITS = {
-    "column": Way(33, 13, 10),
-    "column with backward": Way(90, 15, 10),
+    "column": Way(35, 13, 10),
+    "column with backward": Way(80, 15, 10),
     "row": Way(35, 13, 10),
     "row with backward": Way(75, 15, 10),
-    "pair": Way(68, 14, 10),
-    "pair with backward": Way(165, 16, 10),
+    "pair": Way(70, 14, 10),
+    "pair with backward": Way(155, 16, 10),
 }
 
 

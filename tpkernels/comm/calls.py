@@ -87,6 +87,11 @@ class Kind:
         self.header = torch.frombuffer(self.buffer, dtype=torch.uint8)
 
 
+def eager_bytes(ranks: int) -> int:
+    """How many bytes of rows fit into the message that announces a call in a group."""
+    return min(EAGER_BYTES, max(1024, 1024**2 // ranks))
+
+
 class Calls:
     """The calls of one group, as this rank makes them."""
 
@@ -94,7 +99,7 @@ class Calls:
         self.name, self.rank, self.ranks = str(group.group_name), group.rank(), group.size()
         self.peers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
         # rows up to this size travel in the message that announces a call
-        self.eager_bytes = min(EAGER_BYTES, max(1024, 1024**2 // self.ranks))
+        self.eager_bytes = eager_bytes(self.ranks)
         self.failure = ""  # why nobody may use the group any more
         self.inherited = False  # by a fork, which has none of its threads
         self.kinds: dict[Key, Kind] = {}

@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import Claim, agree
-from tpkernels.comm.calls import Calls, Key, Kind, calls_of
+from tpkernels.comm.calls import Calls, Key, Kind, calls_of, eager_bytes
 from tpkernels.comm.groups import refuse_other_devices
 from tpkernels.comm.schedule import bounds, parts_of_shard, swaps_full_sums
 from tpkernels.comm.transports import select
@@ -133,6 +133,11 @@ class TensorParallel:
     def calls(self) -> Calls:
         assert self._calls is not None, "there are other ranks"
         return self._calls
+
+    def fits_in_message(self, shard: Tensor) -> bool:
+        """Whether rows are so few that they travel with a header."""
+        most = eager_bytes(self.ranks) if self._calls is None else self._calls.eager_bytes
+        return shard.shape[0] * shard.shape[1] * shard.element_size() <= most
 
     def gather(
         self,

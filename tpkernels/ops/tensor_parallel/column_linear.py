@@ -16,8 +16,9 @@ R ranks, T tokens, K in_features, N out_features:
 Without sequence parallelism nothing is gathered, and dx is all-reduced. Several weights share one gather, and
 the sum of their dx. On one rank without a group it is `ops.linear` in fp8.
 
-Saved for backward: x_shard (with save_gathered: x) and the weights, if a gradient needs them; z_shard where
-there is an activation. How products are computed: `ops.matmul`.
+Saved for backward: x_shard and the weights, if a gradient needs them; z_shard where there is an activation.
+With save_gathered x instead of x_shard; of a shard that fits into one message both, since gathering it again
+costs more time than keeping it does memory. How products are computed: `ops.matmul`.
 """
 
 from __future__ import annotations
@@ -214,16 +215,21 @@ class _ColumnLinear(torch.autograd.Function):
         needs = ctx.needs_input_grad
         needs_dx, needs_dws = needs[2], any(needs[3 : 3 + count])
         splits = tp.token_shards > 1
-        keep_z, keep_all = activation != "none", save_gathered and needs_dws and splits
-        rows = matmul.pack(x)
+        rows, keep_z = matmul.pack(x), activation != "none"
+        is_small = splits and tp.fits_in_message(rows)
+        keep_all = splits and needs_dws and (save_gathered or is_small)
         results = column_forward(
             rows, weights, biases, activation, keep_z, keep_all, x.dtype, tp=tp, matmul=matmul
         )
         # of an x that is gathered, what is sent of it: forward has it already
         kept = results.pop() if keep_all else rows if splits else x
-        ctx.reads_intermediates = keep_z or keep_all or (splits and not matmul.is_plain)
+        ctx.reads_intermediates = keep_z or (keep_all and save_gathered) or (splits and not matmul.is_plain)
+        keeps_shard = (
+            keep_all and not ctx.reads_intermediates
+        )  # to refuse second derivatives, as of more rows
         saved_weights = weights if needs_dx else [None] * count
-        ctx.save_for_backward(kept if needs_dws else None, *saved_weights, *results[count:])
+        saved_x = kept if needs_dws else None, x if keeps_shard else None
+        ctx.save_for_backward(*saved_x, *saved_weights, *results[count:])
         ctx.main_grads, ctx.op = main_grads, f"{op} in fp8" if matmul.recipe else op
         ctx.options = tp, matmul, activation, x.shape[1], keep_all
         return tuple(results[:count])
@@ -240,7 +246,7 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: Context, *dys: Tensor) -> tuple[Tensor | None, ...]:
         count, main_grads = len(dys), ctx.main_grads
         tp, matmul, activation, features, keep_all = ctx.options
-        x, *saved = ctx.saved_tensors
+        x, _, *saved = ctx.saved_tensors
         weights, zs = saved[:count], saved[count:]
         needs_dx, *needs = ctx.needs_input_grad[2:]
         needs = [needs_dx, *asked_for(ctx, main_grads, needs[:count], 1), *needs[count:]]
