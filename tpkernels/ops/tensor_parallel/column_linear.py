@@ -224,10 +224,9 @@ class _ColumnLinear(torch.autograd.Function):
         # of an x that is gathered, what is sent of it: forward has it already
         kept = results.pop() if keep_all else rows if splits else x
         ctx.reads_intermediates = keep_z or (keep_all and save_gathered) or (splits and not matmul.is_plain)
-        keeps_shard = (
-            keep_all and not ctx.reads_intermediates
-        )  # to refuse second derivatives, as of more rows
         saved_weights = weights if needs_dx else [None] * count
+        # with the gathered x its shard, through which a second derivative is refused
+        keeps_shard = keep_all and not ctx.reads_intermediates
         saved_x = kept if needs_dws else None, x if keeps_shard else None
         ctx.save_for_backward(*saved_x, *saved_weights, *results[count:])
         ctx.main_grads, ctx.op = main_grads, f"{op} in fp8" if matmul.recipe else op
