@@ -1,4 +1,4 @@
-"""Which choosers are given the store of the world, and when."""
+"""Which autotuners are given the store of the world, and when."""
 
 from unittest.mock import patch
 
@@ -13,18 +13,18 @@ from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.flag_waits import FLAG_KERNELS, FlagKernels
 
 
-class Chooser:
+class Tuner:
     def __init__(self):
         self.given = []
 
-    def agree_through(self, store):
+    def agree_through(self, store, extend_waits):
         self.given.append(store)
 
 
 @pytest.fixture
-def chooser(monkeypatch):
-    made = Chooser()
-    monkeypatch.setattr(primitives, "chooser_on", lambda device: made)
+def tuner(monkeypatch):
+    made = Tuner()
+    monkeypatch.setattr(primitives, "autotuner_on", lambda device: made)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: "the store")
     return made
@@ -34,10 +34,10 @@ def chooser(monkeypatch):
     ("device", "resolved", "given"),
     [("cuda", "fastest", ["the store"]), ("cuda", "torch", []), ("cpu", "fastest", [])],
 )
-def test_the_chooser_of_a_gpu_is_given_the_worlds_store(device, resolved, given, chooser, monkeypatch):
+def test_the_autotuner_of_a_gpu_is_given_the_worlds_store(device, resolved, given, tuner, monkeypatch):
     monkeypatch.setattr(backends, "resolve_backend", lambda device: resolved)
     FLAG_KERNELS.agree_choices(torch.device(device))
-    assert chooser.given == given
+    assert tuner.given == given
 
 
 @on_ranks(2)

@@ -26,7 +26,7 @@ from tpkernels.comm.calls import handshake
 from tpkernels.comm.transports import c10d, select
 from tpkernels.comm.transports.mailbox import Opening
 from tpkernels.comm.transports.rows import Gather
-from tpkernels.dispatch import chooser, primitives
+from tpkernels.dispatch import autotune, primitives
 from tpkernels.dispatch.cache import Cache, Choice, Versions
 from tpkernels.kernels import dglu, linear, reduce, scatter_linear, tiles
 from tpkernels.kernels.matmul_tile import MatmulTile
@@ -98,9 +98,9 @@ def chosen(folder: Path | None, options: Mapping[str, Any]) -> Found:
         cache.put(KEY, Choice(cached, {}))
     default, why_not = options.get("default", (ONE, ONE))[rank], options.get("why_not", ("", ""))[rank]
     with heard("tpkernels.dispatch") as said:
-        decision = table.choose(tell, cache, default, why_not, step=-1 if rank else 1)
+        way, choice = table.choose(tell, cache, default, why_not, step=-1 if rank else 1)
     dist.barrier()
-    return decision.candidate.name, decision.source, table.runs, table.is_open, said
+    return way.name, choice.source.partition(":")[0], table.runs, table.is_open, said
 
 
 @on_ranks(1)
@@ -118,7 +118,7 @@ def times(of: Mapping[str, float]) -> Callable[[torch.device], Any]:
         run()
         return of.get(name, 9.0)
 
-    return lambda device: clock
+    return lambda device, meet: clock
 
 
 @contextmanager
@@ -131,6 +131,7 @@ def as_on_gpus(of: Mapping[str, float], cache: Cache, opener: Any = open_stand_i
         patch.object(ways, "cache_on", lambda device: cache),
         patch.object(c10d, "processors_of", lambda device: 1),
         patch.object(ways, "ROUNDS", 1),
+        patch.object(ways, "_announce"),
         patch.dict(select.openers, {"symmetric": opener}),
         heard("tpkernels.choices") as said,
     ):
@@ -301,7 +302,7 @@ def test_ops_take_what_was_fastest_and_time_it_once(how, symmetric, told, of_sec
     opener = Mock(wraps=no_symmetric_memory if no_memory else open_stand_in)
     times_of = MEMORY_FIRST | {"symmetric": symmetric}
     obstacles = {
-        "capture": patch.object(chooser, "capturing", lambda device: True),
+        "capture": patch.object(autotune, "capturing", lambda device: True),
         "TUNE=0": patch.dict(os.environ, {"TPKERNELS_TUNE": "0"}),
     }
     with as_on_gpus(times_of, Cache(None, VERSIONS), opener) as said, obstacles.get(how, nullcontext()):

@@ -134,7 +134,7 @@ def primitive(
     operands = list(call.values())
     exact = list(map(in_float64, operands))
     ours = record.by_kernel(*operands, **how)
-    truth = (record.oracle or record.by_torch)(*exact)
+    truth = record.by_torch(*exact)
     if record.changes_first:
         ours, truth = operands[0], exact[0]
     if isinstance(ours, Tensor):

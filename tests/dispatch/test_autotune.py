@@ -11,75 +11,75 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from tests.dispatch.conftest import CPU, TRITON_WINS, VERSIONS, FakeTimer
+from tests.dispatch.conftest import CPU, TRITON_WINS, VERSIONS, FakeTimer, call, known, timed
+from tpkernels.dispatch import autotune as autotune_module
 from tpkernels.dispatch import candidates as candidates_module
-from tpkernels.dispatch import chooser as chooser_module
 from tpkernels.dispatch import log, products
+from tpkernels.dispatch.autotune import CHECKING_SECONDS, why_not_now, winner
 from tpkernels.dispatch.cache import Choice
-from tpkernels.dispatch.chooser import CHECKING_SECONDS, obstacle, winner
+from tpkernels.dispatch.candidates import tune_key
+from tpkernels.dispatch.checking import poison_freed
 from tpkernels.dispatch.products import linear
-from tpkernels.dispatch.soundness import spoil_freed
 from tpkernels.kernels import linear as linear_kernel
 from tpkernels.kernels.tiles import MatmulTile
 
 X, W, B = torch.randn(16, 32), torch.randn(48, 32), torch.randn(48)
 ARGUMENTS = (X, W, B, "none", False)
 LINEAR = (products.linear, *ARGUMENTS)
-KNOWN = (products.linear, ARGUMENTS)
 KEY = "linear float32 16x48x32 none+bias rows,rows,rows"
 POINTER = "triton/pointer/32x32x32-w4-s1-p2-g2"
 
 
-def test_fastest_is_chosen_and_remembered(make_chooser):
+def test_fastest_is_chosen_and_remembered(make_tuner):
     timer = FakeTimer(TRITON_WINS)
-    chooser = make_chooser(timer)
+    tuner = make_tuner(timer)
     for _ in range(3):
-        y, z = chooser.call(*LINEAR)
+        y, z = call(tuner, *LINEAR)
         torch.testing.assert_close(y, products.linear.by_torch(*ARGUMENTS)[0])
         assert z is None
     assert timer.asked == [["torch", POINTER]]
-    assert chooser.known(*KNOWN).candidate.name == POINTER
+    assert known(tuner, *LINEAR).name == POINTER
 
 
-def test_tf32_allowed_later_is_another_choice(make_chooser):
+def test_tf32_allowed_later_is_another_choice(make_tuner):
     timer = FakeTimer(TRITON_WINS)
-    chooser = make_chooser(timer)
+    tuner = make_tuner(timer)
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         for precision in ("ieee", "tf32", "ieee"):
             torch.backends.cuda.matmul.fp32_precision = precision
-            chooser.call(*LINEAR)
-            chooser.call_into(products.linear, [torch.empty(16, 48)], *ARGUMENTS)
+            call(tuner, *LINEAR)
+            call(tuner, products.linear, *ARGUMENTS, out=[torch.empty(16, 48)])
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     assert len(timer.asked) == 2
-    assert list(chooser.cache.choices) == [KEY, KEY.replace("float32", "float32/tf32")]
+    assert list(tuner.cache.choices) == [KEY, KEY.replace("float32", "float32/tf32")]
 
 
-def test_memory_is_bounded_and_forgotten_choices_are_not_timed_again(make_chooser, monkeypatch):
-    monkeypatch.setattr(chooser_module, "MOST_REMEMBERED", 3)
+def test_memory_is_bounded_and_forgotten_choices_are_not_timed_again(make_tuner, monkeypatch):
+    monkeypatch.setattr(autotune_module, "MOST_REMEMBERED", 3)
     timer = FakeTimer({"": 1.0})
-    chooser = make_chooser(timer)
+    tuner = make_tuner(timer)
     for rows in (*range(9, 17), *range(9, 17)):
-        chooser.call(products.linear, X[:rows], *ARGUMENTS[1:])
-        assert len(chooser._functions) <= 3
+        call(tuner, products.linear, X[:rows], *ARGUMENTS[1:])
+        assert len(tuner._ways) <= 3
     assert len(timer.asked) == 4, "by classes of lengths"
 
 
-def test_next_process_reads_choices_though_it_may_time_nothing(make_chooser, monkeypatch):
-    make_chooser().call(*LINEAR)
+def test_next_process_reads_choices_though_it_may_time_nothing(make_tuner, monkeypatch):
+    call(make_tuner(), *LINEAR)
     monkeypatch.setenv("TPKERNELS_TUNE", "0")
     timer = FakeTimer(TRITON_WINS)
-    later = make_chooser(timer)
-    assert later.known(*KNOWN).source == "cached"
-    later.call(*LINEAR)
+    later = make_tuner(timer)
+    assert known(later, *LINEAR).source == "cached"
+    call(later, *LINEAR)
     for _ in range(2):
-        later.call(products.linear, X[:1], *ARGUMENTS[1:])  # by torch
+        call(later, products.linear, X[:1], *ARGUMENTS[1:])  # by torch
     assert not timer.asked
-    assert len(later._functions) == 2
+    assert len(later._ways) == 2
 
 
-def test_after_some_seconds_no_further_candidate_is_tried(make_chooser, monkeypatch, caplog):
+def test_after_some_seconds_no_further_candidate_is_tried(make_tuner, monkeypatch, caplog):
     timer, tried, total = FakeTimer({"triton": 1.0, "torch": 3.0}), [], []
     shipped = tuple(MatmulTile(rows, 32, 32, num_warps=4, num_stages=1) for rows in (64, 32, 16))
 
@@ -91,33 +91,34 @@ def test_after_some_seconds_no_further_candidate_is_tried(make_chooser, monkeypa
     monkeypatch.setattr(candidates_module, "shipped_tiles", lambda *case: shipped[:2])
     record = replace(products.linear, by_kernel=compiled_in_7_seconds)
     arguments = (torch.randn(64, 32), *LINEAR[2:])
-    make_chooser(timer, clock=lambda: sum(total)).timed(record, arguments)
+    timed(make_tuner(timer, clock=lambda: sum(total)), record, *arguments)
     assert tried == [*shipped[:2]], "14 seconds"
     assert not caplog.records
 
     monkeypatch.setattr(candidates_module, "shipped_tiles", lambda *case: (*shipped, *extra))
     extra = (replace(shipped[2], block_cols=64),)
     tried.clear()
-    decision = make_chooser(timer, clock=lambda: sum(total)).timed(record, arguments)
+    choice = timed(make_tuner(timer, clock=lambda: sum(total)), record, *arguments)
     assert tried == [*shipped], "the third begins after 14 seconds, and is finished"
     assert CHECKING_SECONDS == 15
     names = [f"triton/pointer/{tile.name}" for tile in (*shipped, *extra)]
     assert timer.asked[-1] == ["torch", *names[:3]]
-    assert decision.candidate.name == names[0]
+    assert choice.name == names[0]
     (told,) = caplog.records
+    key = tune_key(record, *arguments)
     assert told.getMessage() == (
-        f"{decision.key}: not tried within 15 seconds: {names[3]}; `python -m tpkernels tune --again` does"
+        f"{key}: not tried within 15 seconds: {names[3]}; `python -m tpkernels tune --again` does"
     )
 
     tried.clear()
-    make_chooser(timer, clock=lambda: sum(total)).timed(record, arguments, seconds=1e9)
+    timed(make_tuner(timer, clock=lambda: sum(total)), record, *arguments, seconds=1e9)
     assert tried == [*shipped, *extra]
 
 
 SLOW_TO_LAUNCH = {"torch": 1.0, "triton": 2.0}, {"torch": 1.0, "triton": 0.5}  # eagerly, on the GPU alone
 
 
-def test_captured_graphs_use_the_fastest_candidate_without_the_host(make_chooser, monkeypatch):
+def test_captured_graphs_use_the_fastest_candidate_without_the_host(make_tuner, monkeypatch):
     by = []
 
     @wraps(products.linear.by_torch)
@@ -131,56 +132,58 @@ def test_captured_graphs_use_the_fastest_candidate_without_the_host(make_chooser
 
     record = replace(products.linear, by_torch=by_torch, by_kernel=by_kernel)
     eager, on_gpu = SLOW_TO_LAUNCH
-    chooser = make_chooser(FakeTimer(eager, on_gpu=on_gpu))
-    chooser.call(record, *ARGUMENTS)
-    assert chooser.cache.get(KEY) == Choice("torch", {"torch": 1.0, POINTER: 2.0}, POINTER)
-    for process in (chooser, make_chooser(FakeTimer({}))):  # the next one reads it
-        assert str(process.known(record, ARGUMENTS)) == (
-            f"{KEY}: torch, in captured graphs {POINTER} (cached: torch 1 ms, {POINTER} 2 ms)"
+    tuner = make_tuner(FakeTimer(eager, on_gpu=on_gpu))
+    call(tuner, record, *ARGUMENTS)
+    assert tuner.cache.get(KEY) == Choice("torch", {"torch": 1.0, POINTER: 2.0}, POINTER)
+    for process in (tuner, make_tuner(FakeTimer({}))):  # the next one reads it
+        how = "timed" if process is tuner else "cached"
+        assert str(known(process, record, *ARGUMENTS)) == (
+            f"torch, in captured graphs {POINTER} ({how}: torch 1 ms, {POINTER} 2 ms)"
         )
         by.clear()
-        process.call(record, *ARGUMENTS)
-        assert by == ([] if process is chooser else ["kernel"]) + ["torch"], "loaded before any capture"
+        call(process, record, *ARGUMENTS)
+        assert by == ([] if process is tuner else ["kernel"]) + ["torch"], "loaded before any capture"
         by.clear()
         for captures in (False, True, False):
-            monkeypatch.setattr(chooser_module, "capturing", lambda device, captures=captures: captures)
-            process.call(record, *ARGUMENTS)
+            monkeypatch.setattr(autotune_module, "capturing", lambda device, captures=captures: captures)
+            call(process, record, *ARGUMENTS)
         assert by == ["torch", "kernel", "torch"]
-    one_for_both = make_chooser(FakeTimer(TRITON_WINS)).timed(products.linear, ARGUMENTS)
-    assert (one_for_both.candidate.name, one_for_both.captured) == (POINTER, None)
+    one_for_both = timed(make_tuner(FakeTimer(TRITON_WINS)), products.linear, *ARGUMENTS)
+    assert one_for_both.names == (POINTER,)
 
 
-def test_a_candidate_that_fails_when_loaded_is_dropped_with_warning(make_chooser, caplog):
+def test_a_candidate_that_fails_when_loaded_is_dropped_with_warning(make_tuner, caplog):
     def by_kernel(*args, out, tile, form):
         raise RuntimeError("out of memory")
 
     record = replace(products.linear, by_kernel=by_kernel)
-    chooser = make_chooser()
-    chooser.cache.put(KEY, Choice("torch", {"torch": 1.0}, POINTER))
+    tuner = make_tuner()
+    tuner.cache.put(KEY, Choice("torch", {"torch": 1.0}, POINTER))
     x, weight, *_ = ARGUMENTS
     out = torch.zeros(x.shape[0], weight.shape[0])
-    chooser.call_into(record, (out,), *ARGUMENTS)
+    call(tuner, record, *ARGUMENTS, out=(out,))
     assert torch.equal(out, products.linear.by_torch(*ARGUMENTS)[0])
     assert [told.getMessage() for told in caplog.records if told.levelno == logging.WARNING] == [
         f"{POINTER} dropped for {KEY} in captured graphs: out of memory"
     ]
 
 
-def test_a_candidate_that_is_gone_is_chosen_anew(make_chooser):
-    chooser = make_chooser()
+def test_a_candidate_that_is_gone_is_chosen_anew(make_tuner):
+    tuner = make_tuner()
     for gone in (Choice("triton/pointer/8x8x8-w1-s1", {}), Choice("torch", {}, "triton/pointer/8x8x8-w1-s1")):
-        chooser.cache.put(KEY, gone)
-        assert chooser.known(*KNOWN) is None
+        tuner.cache.put(KEY, gone)
+        assert known(tuner, *LINEAR) is None
 
 
 def test_winner_must_beat_torch_by_a_margin():
-    assert winner({"torch": 1.0, "a": 0.99, "b": 1.5}) == "torch"
+    assert winner({"torch": 1.0, "a": 0.975, "b": 1.5}) == "torch"
     assert winner({"torch": 1.0, "a": 0.97, "b": 0.96}) == "b"
+    assert winner({"usual": 1.0, "a": 0.96}, "usual", margin=0.05) == "usual"
     assert winner({"torch": 1.0}) == "torch"
 
 
 @pytest.mark.parametrize("failing", ["wrong", "nan", "raises"])
-def test_candidate_that_fails_is_dropped_with_a_warning(failing, make_chooser, monkeypatch, caplog):
+def test_candidate_that_fails_is_dropped_with_a_warning(failing, make_tuner, monkeypatch, caplog):
     real = linear_kernel.linear_fwd
 
     def broken(*args, **kwargs):
@@ -191,7 +194,7 @@ def test_candidate_that_fails_is_dropped_with_a_warning(failing, make_chooser, m
 
     monkeypatch.setattr(linear_kernel, "linear_fwd", broken)
     timer = FakeTimer(TRITON_WINS)
-    y, _ = make_chooser(timer).call(*LINEAR)
+    y, _ = call(make_tuner(timer), *LINEAR)
     assert timer.asked == [["torch"]]
     torch.testing.assert_close(y, products.linear.by_torch(*ARGUMENTS)[0])
     (record,) = caplog.records
@@ -199,42 +202,42 @@ def test_candidate_that_fails_is_dropped_with_a_warning(failing, make_chooser, m
     assert f"{POINTER} dropped for {KEY}: " in record.getMessage()
 
 
-def test_timer_that_fails_leaves_torch_and_writes_nothing(make_chooser, caplog):
+def test_timer_that_fails_leaves_torch_and_writes_nothing(make_tuner, caplog):
     def out_of_memory(runs):
         raise torch.OutOfMemoryError("no room")
 
-    chooser = make_chooser(out_of_memory)
-    chooser.call(*LINEAR)
-    chooser.call(*LINEAR)
+    tuner = make_tuner(out_of_memory)
+    call(tuner, *LINEAR)
+    call(tuner, *LINEAR)
     assert "no room" in caplog.text
     assert caplog.text.count("torch computes it") == 1
-    assert make_chooser().known(*KNOWN) is None
+    assert known(make_tuner(), *LINEAR) is None
 
 
-def test_nothing_is_timed_before_an_obstacle_is_gone(make_chooser):
+def test_nothing_is_timed_before_a_capture_ends(make_tuner):
     standing = ["a CUDA graph is being captured"]
     timer = FakeTimer(TRITON_WINS)
-    chooser = make_chooser(timer, obstacle=lambda device: standing[0] if standing else None)
-    chooser.call(*LINEAR)
+    tuner = make_tuner(timer, not_now=lambda device: standing[0] if standing else "")
+    call(tuner, *LINEAR)
     assert not timer.asked
     standing.clear()
-    chooser.call(*LINEAR)
+    call(tuner, *LINEAR)
     assert len(timer.asked) == 1
 
 
 def test_capture_and_tracing_stand_in_the_way(monkeypatch):
-    assert obstacle(CPU) is None
+    assert why_not_now(CPU) == ""
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert obstacle(cuda) == "a CUDA graph is being captured"
+    assert why_not_now(cuda) == "a CUDA graph is being captured"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert obstacle(cuda) is None
+    assert why_not_now(cuda) == ""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert obstacle(cuda) == "torch.compile is tracing"
+    assert why_not_now(cuda) == "torch.compile is tracing"
 
 
 @pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_accumulation_is_timed_on_scratch(main_dtype, make_chooser):
+def test_accumulation_is_timed_on_scratch(main_dtype, make_tuner):
     """The user's main_grad is added to once, however often candidates ran."""
 
     class RunningTimer(FakeTimer):
@@ -246,31 +249,32 @@ def test_accumulation_is_timed_on_scratch(main_dtype, make_chooser):
 
     dy, x = torch.randn(16, 48).bfloat16(), torch.randn(16, 32).bfloat16()
     main_grad = torch.ones(48, 32, dtype=main_dtype)
-    make_chooser(RunningTimer(TRITON_WINS)).call(products.wgrad_accumulate_, main_grad, dy, x)
+    call(make_tuner(RunningTimer(TRITON_WINS)), products.wgrad_accumulate_, main_grad, dy, x)
     exact = 1 + dy.double().T @ x.double()
     assert (main_grad - exact).norm() < 3e-3 * exact.norm()
 
 
-def test_timing_looks_at_no_values_and_draws_no_numbers(make_chooser):
+def test_timing_looks_at_no_values_and_draws_no_numbers(make_tuner):
     # Operands that are all NaN or zero neither drop a candidate nor prove one.
     for value in (float("nan"), 0.0):
         timer = FakeTimer(TRITON_WINS)
-        make_chooser(timer).timed(products.linear, (torch.full_like(X, value), W, B, "none", False))
+        timed(make_tuner(timer), products.linear, torch.full_like(X, value), W, B, "none", False)
         assert timer.asked == [["torch", POINTER]]
     before = torch.get_rng_state()
-    make_chooser().call(*LINEAR)
+    call(make_tuner(), *LINEAR)
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_each_choice_is_told_with_its_reason_once(make_chooser, caplog):
+def test_each_choice_is_told_with_its_reason_once(make_tuner, caplog):
     caplog.set_level(logging.INFO, "tpkernels.choices")
-    chooser = make_chooser()
+    tuner = make_tuner()
     for _ in range(3):
-        chooser.call(*LINEAR)
-    make_chooser().call(*LINEAR)
-    make_chooser(obstacle="a CUDA graph is being captured").call(products.dgrad, X, torch.ones(32, 16))
-    make_chooser().call(products.wgrad, X[:0], X[:0])
-    assert [record.getMessage() for record in caplog.records] == [
+        call(tuner, *LINEAR)
+    call(make_tuner(), *LINEAR)
+    call(make_tuner(not_now="a CUDA graph is being captured"), products.dgrad, X, torch.ones(32, 16))
+    call(make_tuner(), products.wgrad, X[:0], X[:0])
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.INFO] == [
+        f"choosing who computes {KEY}, among 2 candidates: at most about 30 s",
         f"{KEY}: {POINTER} (timed: {POINTER} 2 ms, torch 3 ms)",
         f"{KEY}: {POINTER} (cached: {POINTER} 2 ms, torch 3 ms)",
         "dgrad float32 16x32x16 rows,rows,rows: torch (not timed now: a CUDA graph is being captured)",
@@ -279,20 +283,20 @@ def test_each_choice_is_told_with_its_reason_once(make_chooser, caplog):
 
 
 @pytest.mark.parametrize(("asked", "shown"), [("choices", True), ("choice", False), ("", False)])
-def test_variable_shows_choices(asked, shown, make_chooser, monkeypatch, capsys, caplog):
+def test_variable_shows_choices(asked, shown, make_tuner, monkeypatch, capsys, caplog):
     monkeypatch.setenv("TPKERNELS_LOG", asked)
     for name, value in (("handlers", []), ("level", logging.NOTSET), ("propagate", True)):
         monkeypatch.setattr(log.choices, name, value)
     log.choices.manager._clear_cache()
     for _ in range(2):
         log.show_choices_if_asked()
-    make_chooser().call(*LINEAR)
+    call(make_tuner(), *LINEAR)
     log.choices.manager._clear_cache()
     assert capsys.readouterr().err.count(f"{KEY}: {POINTER} (timed") == shown
     assert ("TPKERNELS_LOG is 'choice'; expected choices" in caplog.text) == (asked == "choice")
 
 
-def test_threads_time_a_problem_once_and_in_turn(make_chooser):
+def test_threads_time_a_shape_once_and_in_turn(make_tuner):
     timing, together = [], []
 
     class SlowTimer(FakeTimer):
@@ -304,9 +308,9 @@ def test_threads_time_a_problem_once_and_in_turn(make_chooser):
             return super().__call__(runs)
 
     timer = SlowTimer({"": 1.0})  # torch wins: the interpreter is not for threads
-    chooser = make_chooser(timer)
+    tuner = make_tuner(timer)
     calls = 2 * [LINEAR, (products.dgrad, X, torch.ones(32, 16))]
-    threads = [Thread(target=chooser.call, args=call) for call in calls]
+    threads = [Thread(target=call, args=(tuner, *given)) for given in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -314,20 +318,20 @@ def test_threads_time_a_problem_once_and_in_turn(make_chooser):
     assert together == [1, 1]
 
 
-def test_freed_memory_is_spoilt_before_each_candidate_writes(make_chooser, monkeypatch):
+def test_freed_memory_is_poisoned_before_each_candidate_writes(make_tuner, monkeypatch):
     """It may hold the right result, torch's or another candidate's: what is not written would not show."""
     events = []
 
-    def spoil(results):
+    def poison(results):
         events.append([None if one is None else tuple(one.shape) for one in results])
-        spoil_freed(results)
+        poison_freed(results)
 
     def by_kernel(x, w, *of, tile, form):
         events.append("runs")
         return products.linear.by_torch(x, w, *of)
 
-    monkeypatch.setattr(chooser_module, "spoil_freed", spoil)
-    make_chooser().timed(replace(products.linear, by_kernel=by_kernel), ARGUMENTS)
+    monkeypatch.setattr(autotune_module, "poison_freed", poison)
+    timed(make_tuner(), replace(products.linear, by_kernel=by_kernel), *ARGUMENTS)
     assert events == [[(16, 48), None], [(16, 48), None], "runs"]  # torch, then our kernel
 
 
@@ -336,23 +340,24 @@ TORCH_WINS = {"torch": 1.0, "": 3.0}
 
 
 @pytest.fixture
-def rank(make_chooser, tmp_path):
+def rank(make_tuner, tmp_path):
     """Choosers with a cache each, as ranks on several machines have them."""
     number = count()
 
     def make(timer=TRITON_WINS, **options):
         timer = timer if callable(timer) else FakeTimer(timer)
-        return make_chooser(timer, folder=tmp_path / f"rank {next(number)}", **options), timer
+        return make_tuner(timer, folder=tmp_path / f"rank {next(number)}", **options), timer
 
     return make
 
 
-def agree(store, *choosers):
-    for chooser in choosers:
-        chooser.agree_through(store)
+def agree(store, *tuners):
+    for tuner in tuners:
+        tuner.agree_through(store, WAITS.append)
 
 
 SEEN = []
+WAITS = []  # by how much waits of the next collective were extended
 
 
 def spied(name, function):
@@ -362,9 +367,9 @@ def spied(name, function):
 SPIED = replace(linear, by_torch=spied("torch", linear.by_torch), by_kernel=spied("triton", linear.by_kernel))
 
 
-def chosen(chooser):
+def chosen(tuner):
     """Who computes the product in a call, the last of all that candidates compute."""
-    y, _ = chooser.call(SPIED, *OPERANDS)
+    y, _ = call(tuner, SPIED, *OPERANDS)
     torch.testing.assert_close(y, linear.by_torch(*OPERANDS)[0])
     return SEEN[-1]
 
@@ -380,7 +385,7 @@ def test_ranks_with_contradictory_clocks_choose_what_the_first_does(times, rank)
     assert len(asked_first.asked) == 1
     assert not asked_second.asked, "what others have timed is timed no more"
     assert chosen(second) == alone[0]
-    assert second.known(linear, OPERANDS).candidate == first.known(linear, OPERANDS).candidate, "on disk, too"
+    assert known(second, linear, *OPERANDS) == known(first, linear, *OPERANDS), "on disk, too"
 
 
 def test_ranks_agree_on_what_graphs_capture_too(rank, caplog):
@@ -389,9 +394,9 @@ def test_ranks_agree_on_what_graphs_capture_too(rank, caplog):
     first, _ = rank(FakeTimer(eager, on_gpu=on_gpu))
     second, timer = rank(TRITON_WINS)  # its own clock would say our kernel, always
     agree(store, first, second)
-    for chooser in (first, second):
-        chooser.call(products.linear, *OPERANDS)
-        assert chooser.cache.get(KEY).names == ("torch", POINTER)
+    for tuner in (first, second):
+        call(tuner, products.linear, *OPERANDS)
+        assert tuner.cache.get(KEY).names == ("torch", POINTER)
     assert not timer.asked
     assert caplog.messages[-1].startswith(f"{KEY}: torch, in captured graphs {POINTER} (agreed")
 
@@ -417,7 +422,7 @@ def test_ranks_that_time_at_once_choose_what_is_published_first(rank):
     first_is_done.set()
     thread.join(20)
     assert choices == ["triton", "triton"]
-    assert second.known(linear, OPERANDS).candidate.name == POINTER
+    assert known(second, linear, *OPERANDS).name == POINTER
 
 
 def test_what_was_chosen_before_is_chosen_again(rank):
@@ -432,9 +437,9 @@ def test_a_choice_that_is_no_candidate_is_refused_with_warning(rank, caplog):
     store = HashStore()
     first, second = rank(TRITON_WINS)[0], rank(TRITON_WINS)[0]
     real, other = first.candidates, "triton/pointer/512x512x512-w4-s1"
-    first.candidates = lambda *given: tuple(
-        replace(candidate, name=candidate.name.replace(POINTER, other)) for candidate in real(*given)
-    )
+    first.candidates = lambda *given: {
+        name.replace(POINTER, other): candidate for name, candidate in real(*given).items()
+    }
     agree(store, first, second)
     assert [chosen(first), chosen(second)] == ["triton", "triton"]
     (record,) = caplog.records
@@ -462,10 +467,10 @@ class Babbling:
 
 @pytest.mark.parametrize("store", [Failing(), Babbling()], ids=["dead", "damaged"])
 def test_a_store_that_fails_costs_the_agreement_and_one_warning(store, rank, caplog):
-    chooser, timer = rank(TORCH_WINS)
-    chooser.agree_through(store)
-    assert chosen(chooser) == "torch"
-    chooser.call(linear, *(torch.cat([operand, operand]) for operand in OPERANDS[:1]), *OPERANDS[1:])
+    tuner, timer = rank(TORCH_WINS)
+    tuner.agree_through(store, WAITS.append)
+    assert chosen(tuner) == "torch"
+    call(tuner, linear, *(torch.cat([operand, operand]) for operand in OPERANDS[:1]), *OPERANDS[1:])
     assert len(timer.asked) == 2
     (record,) = caplog.records
     assert "ranks choose kernels for themselves from now on" in record.getMessage()
@@ -474,10 +479,10 @@ def test_a_store_that_fails_costs_the_agreement_and_one_warning(store, rank, cap
 def test_ranks_that_capture_agree_and_choose_again_afterwards(rank):
     """One knows from its disk what the other would have to time."""
     capturing = ["a CUDA graph is being captured"]
-    told = {"obstacle": lambda device: capturing[0] if capturing else None}
+    told = {"not_now": lambda device: capturing[0] if capturing else ""}
     store = HashStore()
     knows, knows_not = rank(TRITON_WINS, **told)[0], rank(TORCH_WINS, **told)[0]
-    knows.timed(linear, OPERANDS)
+    timed(knows, linear, *OPERANDS)
     agree(store, knows_not, knows)
     assert [chosen(knows_not), chosen(knows)] == ["torch", "torch"]
     capturing.clear()
