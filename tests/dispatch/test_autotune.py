@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from datetime import timedelta
 from functools import wraps
 from itertools import count
 from threading import Event, Thread
@@ -9,12 +10,13 @@ from time import sleep
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed import HashStore
 
 from tests.dispatch.conftest import CPU, TRITON_WINS, VERSIONS, FakeTimer, call, known, timed
 from tpkernels.dispatch import autotune as autotune_module
+from tpkernels.dispatch import backends, log, primitives, products
 from tpkernels.dispatch import candidates as candidates_module
-from tpkernels.dispatch import log, products
 from tpkernels.dispatch.autotune import CHECKING_SECONDS, why_not_now, winner
 from tpkernels.dispatch.cache import Choice
 from tpkernels.dispatch.candidates import tune_key
@@ -487,3 +489,162 @@ def test_ranks_that_capture_agree_and_choose_again_afterwards(rank):
     assert [chosen(knows_not), chosen(knows)] == ["torch", "torch"]
     capturing.clear()
     assert [chosen(knows), chosen(knows_not)] == ["triton", "triton"]
+
+
+IN_COMPANY = "work that did not end within 2 s"
+
+
+def test_a_choice_made_in_company_is_marked_and_made_again(make_tuner, monkeypatch, caplog):
+    """After some calls of this process, and by the next one."""
+    caplog.set_level(logging.INFO, "tpkernels.choices")
+    monkeypatch.setattr(autotune_module, "CALLS_IN_COMPANY", 4)
+    timer = FakeTimer(TRITON_WINS, company=IN_COMPANY)
+    tuner = make_tuner(timer)
+    for number in range(1, 5):
+        call(tuner, *LINEAR)
+        assert len(timer.asked) == 1, number
+    assert tuner.cache.get(KEY).company == IN_COMPANY
+    assert caplog.messages[-1].endswith(f"torch 3 ms; beside {IN_COMPANY})")
+    for timer_of_next in (FakeTimer(TRITON_WINS, company=IN_COMPANY), FakeTimer(TORCH_WINS)):
+        call(make_tuner(timer_of_next), *LINEAR)
+        assert len(timer_of_next.asked) == 1
+    assert make_tuner().cache.get(KEY) == Choice("torch", {"torch": 1.0, POINTER: 3.0})
+    timer.company, timer.milliseconds = "", TORCH_WINS
+    for _ in range(9):
+        call(tuner, *LINEAR)
+    assert len(timer.asked) == 2
+    assert tuner.cache.get(KEY).names == ("torch",)
+
+
+def test_a_gpu_that_is_never_quiet_is_timed_a_few_times(make_tuner, monkeypatch):
+    monkeypatch.setattr(autotune_module, "CALLS_IN_COMPANY", 2)
+    timer = FakeTimer(TRITON_WINS, company=IN_COMPANY)
+    tuner = make_tuner(timer)
+    for rows in [16, 15] * 20:  # of one class of lengths
+        call(tuner, products.linear, X[:rows], *ARGUMENTS[1:])
+    assert len(timer.asked) == autotune_module.MOST_ATTEMPTS
+
+
+def test_a_choice_made_in_company_serves_where_nothing_may_be_timed(make_tuner, monkeypatch):
+    call(make_tuner(FakeTimer(TRITON_WINS, company=IN_COMPANY)), *LINEAR)
+    monkeypatch.setenv("TPKERNELS_TUNE", "0")
+    assert chosen_by_name(make_tuner(), *LINEAR) == POINTER
+
+
+def chosen_by_name(tuner, record, *arguments):
+    return tuner._own(record, tune_key(record, *arguments), arguments, tuner._why_not_now(CPU)).name
+
+
+def test_ranks_make_a_choice_again_at_the_same_call(rank, monkeypatch):
+    monkeypatch.setattr(autotune_module, "CALLS_IN_COMPANY", 3)
+    store = HashStore()
+    (first, timer), (second, other) = (rank(FakeTimer(TRITON_WINS, company=IN_COMPANY)) for _ in range(2))
+    agree(store, first, second)
+    for _ in range(3):
+        assert [chosen(first), chosen(second)] == ["triton", "triton"]
+    timer.company, timer.milliseconds = "", TORCH_WINS
+    assert [chosen(first), chosen(second)] == ["torch", "torch"]
+    assert (len(timer.asked), len(other.asked)) == (2, 0)
+
+
+def test_log_says_what_is_chosen_among_how_many_before(make_tuner, caplog):
+    """Before it takes its time; the first of a process also says so where nobody asked for a log."""
+    said_before = []
+
+    class Timer(FakeTimer):
+        def __call__(self, runs):
+            said_before.append([*caplog.messages])
+            return super().__call__(runs)
+
+    tuner = make_tuner(Timer({"": 1.0}), announces=True)
+    for rows in (16, 8):
+        call(tuner, products.linear, X[:rows], *ARGUMENTS[1:])
+    first, second = said_before
+    assert first == second
+    assert first == [
+        f"choosing who computes {KEY}, among 2 candidates: at most about 30 s for each new shape; "
+        "TPKERNELS_LOG=choices shows all"
+    ]
+
+
+def test_waits_for_a_rank_that_may_compile_are_extended(rank):
+    """Once for each shape, on the ranks that time it and on those that take what is agreed on."""
+    store, alone = HashStore(), rank()[0]
+    WAITS.clear()
+    chosen(alone)
+    assert not WAITS
+    for tuner in (rank()[0], rank()[0]):
+        agree(store, tuner)
+        for _ in range(3):
+            chosen(tuner)
+    assert [timedelta(seconds=30)] * 2 == WAITS
+
+
+def test_a_shape_first_met_in_a_capture_is_a_warning_once(make_tuner, caplog):
+    tuner = make_tuner(not_now="a CUDA graph is being captured")
+    for _ in range(3):
+        call(tuner, *LINEAR)
+    (said,) = caplog.messages
+    assert said.startswith(
+        f"torch computes {KEY}, which was never timed, as a CUDA graph is being captured: "
+    )
+
+
+@pytest.fixture
+def compiled_on(make_tuner, monkeypatch):
+    """A device whose products are chosen by an autotuner, for compiled and eager calls."""
+
+    def install(timer, **options):
+        tuner = make_tuner(timer, **options)
+        monkeypatch.setattr(backends, "backend", "elsewhere")
+        monkeypatch.setattr(backends, "resolve_backend", lambda device: "fastest")
+        monkeypatch.setattr(primitives, "autotuner_on", lambda device: tuner)
+        return tuner
+
+    return install
+
+
+def traced(function, timer):
+    """Compile a function; return how often a timer was asked until its graph was there, and the function."""
+    asked = []
+
+    def backend(graph, inputs):
+        asked.append(len(timer.asked))
+        return graph
+
+    return asked, torch.compile(function, backend=aot_autograd(fw_compiler=backend), fullgraph=True)
+
+
+def test_compiled_code_takes_the_choices_of_eager_code(compiled_on):
+    """Nothing is timed while tracing; the call that follows times, as an eager one does."""
+    dy, w = torch.randn(16, 48), torch.randn(48, 32)
+    timer = FakeTimer(TRITON_WINS)
+    tuner = compiled_on(timer)
+    asked, compiled = traced(lambda dy, w: primitives.dgrad(dy, w) + 1, timer)
+    with torch.no_grad():
+        y = compiled(dy, w)
+        assert asked == [0]
+        assert len(timer.asked) == 1
+        torch.testing.assert_close(y, dy @ w + 1)
+        primitives.dgrad(dy, w)
+    assert len(timer.asked) == 1, "the eager call is of the same choice"
+    (key,) = tuner.cache.choices
+    assert tuner.cache.get(key).name == POINTER
+
+
+@pytest.mark.parametrize("known_before", [True, False])
+def test_compiled_code_that_may_not_time_takes_what_is_known(known_before, compiled_on, make_tuner, caplog):
+    dy, w = torch.randn(16, 48), torch.randn(48, 32)
+    if known_before:
+        call(make_tuner(), products.dgrad, dy, w)
+    timer = FakeTimer(TRITON_WINS)
+    tuner = compiled_on(timer, not_now="a CUDA graph is being captured")
+    _, compiled = traced(primitives.dgrad, timer)
+    caplog.clear()
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(compiled(dy, w), dy @ w)
+    assert not timer.asked
+    warned = [record.name for record in caplog.records if record.levelno == logging.WARNING]
+    assert warned == ([] if known_before else ["tpkernels.dispatch"])
+    assert chosen_by_name(tuner, products.dgrad, dy, w) == (POINTER if known_before else "torch")
