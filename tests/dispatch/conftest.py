@@ -10,7 +10,6 @@ import torch
 
 from tpkernels.dispatch.autotune import Autotuner
 from tpkernels.dispatch.cache import Cache, Versions
-from tpkernels.dispatch.candidates import tune_key
 from tpkernels.dispatch.timing import Times
 from tpkernels.kernels.target import INTERPRETER
 
@@ -47,12 +46,11 @@ def call(tuner, record, *arguments, out=()):
 
 
 def known(tuner, record, *arguments):
-    key = tune_key(record, *arguments)
-    return tuner.known(key, tuner.candidates(record, key))
+    return tuner.known(tuner.request(record, arguments))
 
 
 def timed(tuner, record, *arguments, **options):
-    return tuner.timed(record, tune_key(record, *arguments), arguments, **options)
+    return tuner.timed(tuner.request(record, arguments), **options)
 
 
 def need_interpreter() -> None:

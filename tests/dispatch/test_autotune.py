@@ -438,10 +438,14 @@ def test_what_was_chosen_before_is_chosen_again(rank):
 def test_a_choice_that_is_no_candidate_is_refused_with_warning(rank, caplog):
     store = HashStore()
     first, second = rank(TRITON_WINS)[0], rank(TRITON_WINS)[0]
-    real, other = first.candidates, "triton/pointer/512x512x512-w4-s1"
-    first.candidates = lambda *given: {
-        name.replace(POINTER, other): candidate for name, candidate in real(*given).items()
-    }
+    real, other = first.request, "triton/pointer/512x512x512-w4-s1"
+
+    def renamed(*given):
+        request = real(*given)
+        found = {name.replace(POINTER, other): each for name, each in request.candidates.items()}
+        return request._replace(candidates=found)
+
+    first.request = renamed
     agree(store, first, second)
     assert [chosen(first), chosen(second)] == ["triton", "triton"]
     (record,) = caplog.records
@@ -532,7 +536,7 @@ def test_a_choice_made_in_company_serves_where_nothing_may_be_timed(make_tuner, 
 
 
 def chosen_by_name(tuner, record, *arguments):
-    return tuner._own(record, tune_key(record, *arguments), arguments, tuner._why_not_now(CPU)).name
+    return tuner._own(tuner.request(record, arguments)).name
 
 
 def test_ranks_make_a_choice_again_at_the_same_call(rank, monkeypatch):

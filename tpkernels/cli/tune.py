@@ -236,11 +236,8 @@ def tuned(calls: Sequence[PrimitiveCall], again: bool, seconds: float) -> str:
     """
     tuner = autotuner_on(torch.device("cuda", torch.cuda.current_device()))
     deadline = monotonic() + seconds
-    keys = [tune_key(record, *arguments) for record, arguments in calls]
-    known: list[Choice | None] = [
-        None if again else tuner.known(key, tuner.candidates(record, key))
-        for (record, _), key in zip(calls, keys, strict=True)
-    ]
+    requests = [tuner.request(record, arguments) for record, arguments in calls]
+    known = [None if again else tuner.known(request) for request in requests]
     # one that was timed beside other work is made again
     known = [None if choice and choice.company else choice for choice in known]
     unknown = [call for call, choice in zip(calls, known, strict=True) if choice is None]
@@ -248,12 +245,12 @@ def tuned(calls: Sequence[PrimitiveCall], again: bool, seconds: float) -> str:
         _announce(unknown, tuner.target)
     choices, left = dict[str, Choice](), []
     with Progress("timing", len(calls)) as step_begins:
-        for (record, arguments), key, choice in zip(calls, keys, known, strict=True):
-            step_begins(str(key))
+        for request, choice in zip(requests, known, strict=True):
+            step_begins(request.name)
             if choice is None and monotonic() >= deadline:
-                left.append(f"{key}: left, --seconds {seconds:g} are over")
+                left.append(f"{request.name}: left, --seconds {seconds:g} are over")
             else:
-                choices[str(key)] = choice or tuner.timed(record, key, arguments, seconds=inf)
+                choices[request.name] = choice or tuner.timed(request, seconds=inf)
     print(*(f"{key}: {choice}" for key, choice in choices.items()), *left, sep="\n")
     timed = {key: choice.as_json() for key, choice in choices.items() if choice.milliseconds}
     return json.dumps({"versions": asdict(tuner.cache.versions), "choices": timed}, indent=1) + "\n"

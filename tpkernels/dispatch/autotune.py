@@ -26,7 +26,7 @@ from datetime import timedelta
 from functools import cache, partial
 from threading import Lock
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,7 +50,21 @@ MOST_REMEMBERED = 4096  # calls: with batches of any length each brings new ones
 CALLS_IN_COMPANY = 256  # by a choice that was timed beside other work, before it is made again
 MOST_ATTEMPTS = 3  # to choose without company
 
-Found = Mapping[str, Candidate]  # by their names, in the order in which they are tried
+
+class Request(NamedTuple):
+    """A call of a primitive, for which a candidate is chosen."""
+
+    record: Primitive[..., Any]
+    arguments: tuple[Any, ...]  # looked at, never read or written: they may be on the meta device
+    out: Sequence[Tensor]  # given tensors for results; none: they are allocated
+    key: TuneKey
+    candidates: Mapping[str, Candidate]  # by their names, in the order in which they are tried
+    not_now: str  # why nothing can be timed at this moment, or ""
+
+    @property
+    def name(self) -> str:
+        """The key, as files and logs name it."""
+        return str(self.key)
 
 
 def winner(milliseconds: Mapping[str, float], usual: str = "torch", margin: float = MARGIN) -> str:
@@ -100,7 +114,9 @@ class Autotuner:
         way = self._ways.get(signature)
         if way is None:
             with self._lock:
-                way = self._ways.get(signature) or self._choose(record, tuple(arguments), signature, out)
+                way = self._ways.get(signature)
+                if way is None:
+                    way = self._choose(self.request(record, arguments, out), signature)
         return way
 
     def agree_through(self, store: KeyValueStore, extend_waits: Callable[[timedelta], None]) -> None:
@@ -116,61 +132,47 @@ class Autotuner:
                 self._extend_waits = extend_waits
                 self._ways.clear()
 
-    def known(self, key: TuneKey, found: Found) -> Choice | None:
+    def request(
+        self, record: Primitive[..., Any], arguments: Sequence[Any], out: Sequence[Tensor] = ()
+    ) -> Request:
+        """Return the request of a call."""
+        key = tune_key(record, *arguments, out=out)
+        found = {candidate.name: candidate for candidate in candidates(record, key, self.target)}
+        return Request(record, tuple(arguments), out, key, found, self._why_not_now(self._device))
+
+    def known(self, request: Request) -> Choice | None:
         """Return the choice that is cached, or the only candidate; None if timing must tell."""
-        if len(found) == 1:
+        if len(request.candidates) == 1:
             return Choice("torch", source="only candidate")
-        choice = self.cache.get(str(key))
-        return choice if choice and found.keys() >= {*choice.names} else None  # else one is gone
+        choice = self.cache.get(request.name)
+        return choice if choice and request.candidates.keys() >= {*choice.names} else None  # else one is gone
 
-    def candidates(self, record: Primitive[..., Any], key: TuneKey) -> Found:
-        """Return the candidates by name, in the order in which they are tried."""
-        return {candidate.name: candidate for candidate in candidates(record, key, self.target)}
-
-    def timed(
-        self,
-        record: Primitive[..., Any],
-        key: TuneKey,
-        arguments: tuple[Any, ...],
-        seconds: float = CHECKING_SECONDS,
-    ) -> Choice:
+    def timed(self, request: Request, seconds: float = CHECKING_SECONDS) -> Choice:
         """Time the candidates now, and keep the fastest on disk.
 
-        Tensors among the arguments are looked at, never read or written: they may be on the meta device.
         seconds: after these no further candidate is tried
         """
-        found = self.candidates(record, key)
-        self._announce(key, len(found))
+        self._announce(request)
         try:
-            times = self._timer(self._checked(record, key, found, arguments, seconds))
+            times = self._timer(self._checked(request, seconds))
         except Exception as error:  # out of memory, most likely: a comparison takes more than torch alone
-            log.warnings.warning("cannot time %s (%s): torch computes it", key, error)
+            log.warnings.warning("cannot time %s (%s): torch computes it", request.key, error)
             return Choice("torch", source=f"timing failed: {error}")
         eager, captured = winner(times.eager), winner(times.captured)
         choice = Choice(eager, times.eager, captured if captured != eager else "", times.company)
-        self.cache.put(str(key), choice)
+        self.cache.put(request.name, choice)
         return choice
 
-    def _choose(
-        self,
-        record: Primitive[..., Any],
-        arguments: tuple[Any, ...],
-        signature: object,
-        out: Sequence[Tensor],
-    ) -> Callable[..., Any]:
-        key, not_now = tune_key(record, *arguments, out=out), self._why_not_now(self._device)
-        found, name = self.candidates(record, key), str(key)
-        attempt = self._attempts.get(name, 0)
-        if self._published is None or len(found) == 1:
-            choice = self._own(record, key, arguments, not_now)
-        else:
-            choice = self._agreed(record, key, arguments, not_now, self._published)
-        log.choices.info("%s: %s", key, choice)
-        way = self._bound(choice, found, key, arguments, out, not_now)
-        if choice.source.startswith("not timed now") or (not_now and self._published and len(found) > 1):
+    def _choose(self, request: Request, signature: object) -> Callable[..., Any]:
+        agrees = self._published is not None and len(request.candidates) > 1
+        choice = self._agreed(request) if agrees else self._own(request)
+        log.choices.info("%s: %s", request.key, choice)
+        way = self._bound(choice, request)
+        if choice.source.startswith("not timed now") or (agrees and request.not_now):
             return way
+        attempt = self._attempts.get(request.name, 0)
         if choice.company and attempt + 1 < MOST_ATTEMPTS:
-            way = self._for_some_calls(way, signature, name, attempt)
+            way = self._for_some_calls(way, signature, request.name, attempt)
         if len(self._ways) >= MOST_REMEMBERED:
             self._ways.clear()  # what is chosen again is in the cache
         self._ways[signature] = way
@@ -190,35 +192,27 @@ class Autotuner:
 
         return run
 
-    def _bound(
-        self,
-        choice: Choice,
-        found: Found,
-        key: TuneKey,
-        arguments: tuple[Any, ...],
-        out: Sequence[Tensor],
-        not_now: str,
-    ) -> Callable[..., Any]:
-        """Return the function that computes a key, if need be by another candidate in graphs."""
-        ways = [found[name].into if out else found[name].run for name in choice.names]
+    def _bound(self, choice: Choice, request: Request) -> Callable[..., Any]:
+        """Return the function that computes a request, if need be by another candidate in graphs."""
+        found, out = [request.candidates[name] for name in choice.names], request.out
+        ways = [candidate.into if out else candidate.run for candidate in found]
         if len(ways) == 1:
             return ways[0]
         eager, captured = ways
-        if not not_now:
+        if not request.not_now:
             # a kernel is compiled and loaded by its first call, which eager warm-ups would not make
             try:
-                scratch = scratch_like((*out, *arguments), key.depth, self._device)
+                scratch = scratch_like((*out, *request.arguments), request.key.depth, self._device)
                 captured(*([scratch[: len(out)]] if out else []), *scratch[len(out) :])
             except Exception as error:  # out of memory, most likely
-                log.warnings.warning("%s dropped for %s in captured graphs: %s", choice.captured, key, error)
+                dropped = "%s dropped for %s in captured graphs: %s"
+                log.warnings.warning(dropped, choice.captured, request.key, error)
                 return eager
         return lambda *arguments: (captured if capturing(self._device) else eager)(*arguments)
 
-    def _own(
-        self, record: Primitive[..., Any], key: TuneKey, arguments: tuple[Any, ...], not_now: str
-    ) -> Choice:
+    def _own(self, request: Request) -> Choice:
         """Return the choice of this rank."""
-        known, name = self.known(key, self.candidates(record, key)), str(key)
+        known, name, not_now = self.known(request), request.name, request.not_now
         attempt, may_time = self._attempts.get(name, 0), env_flag("TPKERNELS_TUNE", default=True)
         stands = not_now or not may_time or self._made.get(name) == attempt
         if known is not None and (stands or not known.company):
@@ -228,71 +222,56 @@ class Autotuner:
         if not_now:
             if name not in self._logged:
                 self._logged.add(name)
-                log.warnings.warning(
-                    "torch computes %s, which was never timed, as %s: make one eager call before",
-                    key,
-                    not_now,
-                )
+                never = "torch computes %s, which was never timed, as %s: make one eager call before"
+                log.warnings.warning(never, name, not_now)
             return Choice("torch", source=f"not timed now: {not_now}")
         self._made[name] = attempt
-        return self.timed(record, key, arguments)
+        return self.timed(request)
 
-    def _agreed(
-        self,
-        record: Primitive[..., Any],
-        key: TuneKey,
-        arguments: tuple[Any, ...],
-        not_now: str,
-        published: Published,
-    ) -> Choice:
+    def _agreed(self, request: Request) -> Choice:
         """Return the choice of the rank that decides first.
 
         Where nothing can be timed now one rank may know more than another: what they agree on is not what
         they would agree on later, and is kept apart, as each attempt to choose without company is.
         """
-        attempt = self._attempts.get(str(key), 0)
-        name = f"{key}{f' attempt {attempt + 1}' * (attempt > 0)}{' now' * bool(not_now)}"
+        assert self._published is not None
+        attempt = self._attempts.get(request.name, 0)
+        under = f"{request.name}{f' attempt {attempt + 1}' * (attempt > 0)}{' now' * bool(request.not_now)}"
         self._extend_waits(timedelta(seconds=MOST_SECONDS))  # for peers that compile
-        own, choice = None, published.get(name)
+        own, choice = None, self._published.get(under)
         if choice is None:
-            own = self._own(record, key, arguments, not_now)
-            choice = published.put(name, own)
+            own = self._own(request)
+            choice = self._published.put(under, own)
             if choice.names == own.names:
                 return own
-        missing = [name for name in choice.names if name not in self.candidates(record, key)]
+        missing = [name for name in choice.names if name not in request.candidates]
         if missing:
             log.warnings.warning(
                 "other ranks compute %s by %s, which is no candidate here: results may differ in bits",
-                *(key, missing[0]),
+                *(request.key, missing[0]),
             )
-            return own or self._own(record, key, arguments, not_now)
+            return own or self._own(request)
         if choice.milliseconds:  # else nobody has timed it
-            self._made[str(key)] = attempt
-            self.cache.put(str(key), choice)
+            self._made[request.name] = attempt
+            self.cache.put(request.name, choice)
         return choice
 
-    def _announce(self, key: TuneKey, count: int) -> None:
+    def _announce(self, request: Request) -> None:
         """Log what is chosen before it takes its time; the first choice of a process is a warning."""
-        text = f"choosing who computes {key}, among {count} candidates: at most about {MOST_SECONDS:.0f} s"
-        log.choices.info(text)
+        among = f"among {len(request.candidates)} candidates: at most about {MOST_SECONDS:.0f} s"
+        log.choices.info("choosing who computes %s, %s", request.key, among)
         if "" not in self._logged:
             self._logged.add("")
-            log.warnings.warning("%s for each new shape; TPKERNELS_LOG=choices shows all", text)
+            first = "choosing who computes %s, %s for each new shape; TPKERNELS_LOG=choices shows all"
+            log.warnings.warning(first, request.key, among)
 
-    def _checked(
-        self,
-        record: Primitive[..., Any],
-        key: TuneKey,
-        found: Found,
-        arguments: tuple[Any, ...],
-        seconds: float,
-    ) -> dict[str, Run]:
+    def _checked(self, request: Request, seconds: float) -> dict[str, Run]:
         """Return the candidates that agree with torch, each bound to the same scratch operands."""
-        began = self._clock()
-        scratch = scratch_like(arguments, key.depth, self._device)
+        began, record, key = self._clock(), request.record, request.key
+        scratch = scratch_like(request.arguments, key.depth, self._device)
         expected = results_of(record, record.by_torch, scratch)
         runs, untried = dict[str, Run](), list[str]()
-        for name, candidate in found.items():
+        for name, candidate in request.candidates.items():
             if name != "torch" and self._clock() - began >= seconds:
                 untried.append(name)
                 continue

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tpkernels.dispatch.record import Layer, Library, Primitive, launcher
+from tpkernels.dispatch.record import Layer, Library, Primitive, launcher, writing
 from tpkernels.kernels.activations import (
     GATE_OF,
     Activation,
@@ -58,21 +58,16 @@ def _linear_into(
 
 
 def _addmm_activation(
-    x: Tensor, weight: Tensor, bias: Tensor, activation: Activation, keep_z: bool
-) -> tuple[Tensor, None]:
-    """With the activation in cuBLASLt's epilogue."""
-    return torch._addmm_activation(bias, x, weight.T, use_gelu=activation == "gelu_tanh"), None
-
-
-def _addmm_activation_into(
-    out: Sequence[Tensor],
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
     activation: Activation,
     keep_z: bool,
-) -> None:
-    torch._addmm_activation(bias, x, weight.T, use_gelu=activation == "gelu_tanh", out=out[0])
+    *,
+    out: Sequence[Tensor | None] = (None,),
+) -> tuple[Tensor, None]:
+    """With the activation in cuBLASLt's epilogue."""
+    return torch._addmm_activation(bias, x, weight.T, use_gelu=activation == "gelu_tanh", out=out[0]), None
 
 
 def _addmm_activation_fits(key: TuneKey, target: Target) -> bool:
@@ -100,7 +95,9 @@ linear = Primitive(
     "linear",
     library=(
         Library("torch", linear_ref, into=_linear_into),
-        Library("addmm_activation", _addmm_activation, _addmm_activation_fits, into=_addmm_activation_into),
+        Library(
+            "addmm_activation", _addmm_activation, _addmm_activation_fits, into=writing(_addmm_activation)
+        ),
     ),
 )
 
@@ -126,24 +123,14 @@ glu = Primitive(
 )
 
 
-def _dgrad_into(out: Sequence[Tensor], dy: Tensor, weight: Tensor) -> None:
-    torch.mm(dy, weight, out=out[0])
-
-
 dgrad = Primitive(
     "dgrad(Tensor dy, Tensor weight) -> dx",
     dgrad_ref,
     launcher("dgrad", "dgrad"),
     lambda layer: (layer.dy(), layer.weight()),
     "dgrad",
-    library=(Library("torch", dgrad_ref, into=_dgrad_into),),
+    library=(Library("torch", dgrad_ref, into=lambda out, dy, weight: torch.mm(dy, weight, out=out[0])),),
 )
-
-
-def _dgrad_pairs_into(
-    out: Sequence[Tensor], dy: Tensor, weight: Tensor, dy2: Tensor, weight2: Tensor
-) -> None:
-    torch.mm(dy, weight, out=out[0]).addmm_(dy2, weight2)
 
 
 dgrad_pairs = Primitive(
@@ -152,7 +139,13 @@ dgrad_pairs = Primitive(
     launcher("dgrad", "dgrad"),
     lambda layer: (layer.dy(), layer.weight(), layer.dy(), layer.weight()),
     "dgrad",
-    library=(Library("torch", dgrad_pairs_ref, into=_dgrad_pairs_into),),
+    library=(
+        Library(
+            "torch",
+            dgrad_pairs_ref,
+            into=lambda out, dy, w, dy2, w2: torch.mm(dy, w, out=out[0]).addmm_(dy2, w2),
+        ),
+    ),
 )
 
 

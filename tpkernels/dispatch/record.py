@@ -167,11 +167,16 @@ class Primitive(Generic[P, R]):
         """Our kernel, with a tile and form, or with those that it takes untold."""
         run = self.by_kernel if tile is None else partial(self.by_kernel, tile=tile, form=form)
         writes = any(way.name == "torch" and way.into for way in self.library)
-        return Candidate(name, run, partial(_into, run) if writes else partial(copied_into, run), tile)
+        return Candidate(name, run, writing(run) if writes else partial(copied_into, run), tile)
 
 
-def _into(run: Callable[..., Any], out: Sequence[Tensor], *args: Any) -> None:
-    run(*args, out=out)
+def writing(run: Callable[..., Any]) -> Callable[..., None]:
+    """Return a way into given tensors of a function that takes these as `out`."""
+
+    def into(out: Sequence[Tensor], *args: Any) -> None:
+        run(*args, out=out)
+
+    return into
 
 
 def copied_into(compute: Callable[..., Any], out: Sequence[Tensor], *args: Any) -> None:

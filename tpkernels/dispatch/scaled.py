@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tpkernels.dispatch.record import Layer, Library, Primitive, launcher
+from tpkernels.dispatch.record import Layer, Library, Primitive, launcher, writing
 from tpkernels.kernels.activations import Activation, act_into, act_ref
 from tpkernels.kernels.operands import DTYPES
 from tpkernels.kernels.recipe import BLOCK, Format, Scaling
@@ -91,6 +91,8 @@ def _scaled_linear(
     keep_z: bool,
     dtype: Wide,
     fast_accumulate: bool,
+    *,
+    out: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor | None]:
     """y = act(z), z = x̂ ŵᵀ + bias -> (y, z), with x̂ = x * x_scale and ŵ = weight * w_scale.
 
@@ -98,12 +100,18 @@ def _scaled_linear(
         row for each 128 of weight
     fast_accumulate: sums may have as few bits as tensor cores have; False: no more than 128 of depth are
         summed so
+    out: y, and z if it is kept and not y
     Sums are in fp32, and rounded to dtype once.
     """
     into = _result(x, dtype)
     z = _wide_z(x, weight, x_scale, w_scale, bias, into)
-    y = act_ref(z, activation).to(into)
-    return y, (y if activation == "none" else z.to(into)) if keep_z else None
+    if not out:
+        y = act_ref(z, activation).to(into)
+        return y, (y if activation == "none" else z.to(into)) if keep_z else None
+    if len(out) == 2:
+        out[1].copy_(z)
+    act_into(z, z, activation)
+    return out[0].copy_(z), out[-1] if keep_z else None
 
 
 def _each_row(w_scale: Tensor, weight: Tensor) -> Tensor:
@@ -138,26 +146,6 @@ def _wide_linear(x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
     return functional.linear(x.to(wide), weight.to(wide))
 
 
-def _scaled_linear_into(
-    out: Sequence[Tensor],
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    activation: Activation,
-    keep_z: bool,
-    dtype: Wide,
-    fast_accumulate: bool,
-) -> None:
-    """out: y, and z if it is kept and not y"""
-    z = _wide_z(x, weight, x_scale, w_scale, bias, DTYPE[dtype])
-    if len(out) == 2:
-        out[1].copy_(z)
-    act_into(z, z, activation)
-    out[0].copy_(z)
-
-
 def _scaled_mm(
     x: Tensor,
     weight: Tensor,
@@ -168,29 +156,16 @@ def _scaled_mm(
     keep_z: bool,
     dtype: Wide,
     fast_accumulate: bool,
+    *,
+    out: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor | None]:
-    y = x.new_empty((x.shape[0], weight.shape[0]), dtype=DTYPE[dtype])
-    z = torch.empty_like(y) if keep_z and activation != "none" else y
-    _scaled_mm_into((y, z), x, weight, x_scale, w_scale, bias, activation, keep_z, dtype, fast_accumulate)
-    return y, z if keep_z else None
-
-
-def _scaled_mm_into(
-    out: Sequence[Tensor],
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    activation: Activation,
-    keep_z: bool,
-    dtype: Wide,
-    fast_accumulate: bool,
-) -> None:
     """By cuBLASLt or CUTLASS, which promote sums unless told not to. The activation is that of the rounded z.
 
     out: y, and z if it is kept and not y
     """
+    if not out:
+        y = x.new_empty((x.shape[0], weight.shape[0]), dtype=DTYPE[dtype])
+        out = y, torch.empty_like(y) if keep_z and activation != "none" else y
     y, z = out[0], out[-1]
     torch._scaled_mm(
         x,
@@ -203,6 +178,7 @@ def _scaled_mm_into(
         out=z,
     )
     act_into(y, z, activation)
+    return y, z if keep_z else None
 
 
 def _scaled_mm_fits(key: TuneKey, target: Target) -> bool:
@@ -236,7 +212,7 @@ scaled_linear = Primitive(
     _scaled_linear_sample,
     "linear",
     library=(
-        Library("torch", _scaled_linear, into=_scaled_linear_into),
-        Library("scaled_mm", _scaled_mm, _scaled_mm_fits, into=_scaled_mm_into),
+        Library("torch", _scaled_linear, into=writing(_scaled_linear)),
+        Library("scaled_mm", _scaled_mm, _scaled_mm_fits, into=writing(_scaled_mm)),
     ),
 )

@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from statistics import median, quantiles
 from threading import Event, Thread
 from time import perf_counter
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -128,20 +128,6 @@ def is_quiet(device: torch.device, seconds: float = QUIET_SECONDS) -> bool:
     return ended.wait(seconds)
 
 
-class Mark(Protocol):
-    """A point in a stream, as torch's events are."""
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool:
-        """Whether the stream has reached it."""
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end_event: Mark) -> float:
-        """Return the milliseconds from this mark to a later one."""
-
-
 class TimedStream(Protocol):
     """A stream as timing needs it. `hold` and `flush` enqueue work and return at once."""
 
@@ -154,7 +140,8 @@ class TimedStream(Protocol):
     def flush(self) -> None:
         """Overwrite the L2 cache."""
 
-    def mark(self) -> Mark: ...
+    def mark(self) -> Any:
+        """Return a point in the stream, as torch's events are."""
 
 
 class StreamClock:
@@ -185,7 +172,7 @@ class StreamClock:
         self._launching[name], on_host = 1e3 * (ended - enqueuing), 1e3 * (ended - began)
         self._missed[name] = missed + 1 if start.query() else 0
         end.synchronize()
-        return start.elapsed_time(end), on_host
+        return float(start.elapsed_time(end)), on_host
 
 
 def time_on(stream: TimedStream, runs: Mapping[str, Run], clock: Callable[[], float] = perf_counter) -> Times:
@@ -230,8 +217,8 @@ class CudaStream:
     def flush(self) -> None:
         self._flushed.zero_()
 
-    def mark(self) -> Mark:
-        return cast("Mark", torch.cuda.Event(enable_timing=True))
+    def mark(self) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True)
 
 
 def cuda_timer(device: torch.device) -> Timer:

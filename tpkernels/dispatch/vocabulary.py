@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tpkernels.dispatch.primitives import primitive, primitive_in_place
@@ -22,10 +21,6 @@ from tpkernels.kernels.reference import (
     embedding_ref,
     softmax_statistics_ref,
 )
-
-
-def _lookup_fake(ids: Tensor, weight: Tensor, first_id: int) -> Tensor:
-    return weight.new_empty(ids.shape[0], weight.shape[1])
 
 
 def _rows(layer: Layer) -> tuple[int, int]:
@@ -51,13 +46,9 @@ lookup = primitive(
         launcher("embedding", "embedding_fwd", "first_id"),
         _lookup_sample,
         lambda ids, weight, first_id: weight.dtype in DTYPES,
-        fake=_lookup_fake,
+        fake=lambda ids, weight, first_id: weight.new_empty(ids.shape[0], weight.shape[1]),
     )
 )
-
-
-def _lookup_grad_fake(dy: Tensor, ids: Tensor, rows: int, first_id: int, dtype: torch.dtype) -> Tensor:
-    return dy.new_empty(rows, dy.shape[1], dtype=dtype)
 
 
 # (rows, H): the gradient of this rank's shard of the table
@@ -68,13 +59,9 @@ lookup_grad = primitive(
         launcher("embedding", "embedding_bwd", "rows", "first_id", "dtype"),
         lambda layer: (layer.x(), _ids(layer), *_rows(layer), layer.dtype),
         lambda dy, *_: dy.dtype in DTYPES,
-        fake=_lookup_grad_fake,
+        fake=lambda dy, ids, rows, first_id, dtype: dy.new_empty(rows, dy.shape[1], dtype=dtype),
     )
 )
-
-
-def _softmax_statistics_fake(logits: Tensor, *_: object) -> Tensor:
-    return logits.new_empty(4, logits.shape[0], dtype=sums_dtype(logits.dtype))
 
 
 # (4, T): maximum, total, picked and summed of each row, of its first `columns`; with a scale weighted
@@ -86,7 +73,7 @@ softmax_statistics = primitive(
         launcher("cross_entropy", "softmax_statistics", "columns", "first_id", "scale"),
         lambda layer: (layer.dy(), _ids(layer), layer.out_features, 0, None),
         lambda logits, *_: logits.dtype in DTYPES,
-        fake=_softmax_statistics_fake,
+        fake=lambda logits, *_: logits.new_empty(4, logits.shape[0], dtype=sums_dtype(logits.dtype)),
     )
 )
 
