@@ -52,17 +52,14 @@ class SimulatedStream:
         self.enqueue(self.launch, FLUSH)
 
     def mark(self) -> SimulatedMark:
-        return SimulatedMark(self)
+        self.enqueue(self.launch, 0.0)
+        return SimulatedMark(self, self.done)
 
 
 @dataclass
 class SimulatedMark:
     stream: SimulatedStream
-    at: float = 0.0
-
-    def record(self) -> None:
-        self.stream.enqueue(self.stream.launch, 0.0)
-        self.at = self.stream.done
+    at: float
 
     def query(self) -> bool:
         return self.at <= self.stream.now
@@ -81,7 +78,7 @@ class NeverHeld(SimulatedStream):
         pass
 
     def mark(self) -> SimulatedMark:
-        return UnlookedAt(self)
+        return UnlookedAt(self, super().mark().at)
 
 
 class UnlookedAt(SimulatedMark):

@@ -76,9 +76,9 @@ class Table(Trial):
             raise RuntimeError("planted in a run")
         return [torch.full((3,), 2.0 if self.broken.get(way.name) == "wrong numbers" else 1.0)]
 
-    def clock(self, name: str, run: Callable[[], object]) -> float:
+    def clock(self, name: str, run: Callable[[], object]) -> tuple[float, float]:
         run()
-        return self.times[name][dist.get_rank()]
+        return 0.0, self.times[name][dist.get_rank()]
 
     def choose(
         self,
@@ -124,10 +124,10 @@ def test_a_way_that_fails_with_messages_under_way_is_an_error():
 def times(of: Mapping[str, float]) -> Callable[[torch.device, Callable[[], None]], Any]:
     """A clock that says so, whatever the device; ranks meet before each run."""
 
-    def clock(meet: Callable[[], None], name: str, run: Callable[[], object]) -> float:
+    def clock(meet: Callable[[], None], name: str, run: Callable[[], object]) -> tuple[float, float]:
         meet()
         run()
-        return of.get(name, 9.0)
+        return of.get(name, 9.0), 0.0
 
     return lambda device, meet: partial(clock, meet)
 
@@ -138,7 +138,7 @@ def as_on_gpus(of: Mapping[str, float], cache: Cache, opener: Any = open_stand_i
     with (
         using("auto", "triton"),
         patch.object(parallel, "times_on", lambda like: True),
-        patch.object(ways, "cuda_clock", times(of)),
+        patch.object(ways, "clock_on", times(of)),
         patch.object(ways, "cache_on", lambda device: cache),
         patch.object(c10d, "processors_of", lambda device: 1),
         patch.object(ways, "ROUNDS", 1),
@@ -546,17 +546,17 @@ def test_ranks_meet_before_each_run_that_is_timed():
     prepare(Setting())
     group, rank, waited_for = dist.new_group(), dist.get_rank(), list[float]()
 
-    def clock(meet: Callable[[], None], name: str, run: Callable[[], object]) -> float:
+    def clock(meet: Callable[[], None], name: str, run: Callable[[], object]) -> tuple[float, float]:
         time.sleep(0.2 * rank)
         meet()
         began = time.perf_counter()
         run()
         waited_for.append(time.perf_counter() - began)
-        return MEMORY_FIRST.get(name, 9.0)
+        return MEMORY_FIRST.get(name, 9.0), 0.0
 
     with (
         as_on_gpus(MEMORY_FIRST, Cache(None, VERSIONS)),
-        patch.object(ways, "cuda_clock", lambda device, meet: partial(clock, meet)),
+        patch.object(ways, "clock_on", lambda device, meet: partial(clock, meet)),
     ):
         assert_gathered(8, group)
     assert len(waited_for) == 5

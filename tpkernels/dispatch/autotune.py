@@ -36,7 +36,7 @@ from tpkernels.dispatch.cache import Cache, Choice, KeyValueStore, Published, ve
 from tpkernels.dispatch.candidates import TuneKey, candidates, tune_key
 from tpkernels.dispatch.checking import mismatch, poison_freed, results_of, scratch_like
 from tpkernels.dispatch.record import Candidate, Primitive
-from tpkernels.dispatch.timing import Run, Timer, cuda_timer
+from tpkernels.dispatch.timing import CudaStream, Run, Timer, time_on
 from tpkernels.env import env_flag
 from tpkernels.files import cache_folder
 from tpkernels.kernels.target import Target, fp32_precision, target_of
@@ -310,4 +310,4 @@ def autotuner_on(device: torch.device) -> Autotuner:
     """Return the autotuner of a GPU of this machine, with its cache."""
     log.show_choices_if_asked()
     cache = Cache(cache_folder(), versions_for(torch.cuda.get_device_name(device)))
-    return Autotuner(device, target_of(device), cuda_timer(device), cache)
+    return Autotuner(device, target_of(device), lambda runs: time_on(CudaStream(device), runs), cache)

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 Run = Callable[[], object]
-Clock = Callable[[str, Run], float]  # milliseconds of one run of a name; runs it once
+Clock = Callable[[str, Run], tuple[float, float]]  # milliseconds of one run, on the GPU and on the host
 
 WARM_UPS = 3
 FEWEST_ROUNDS, MOST_ROUNDS = 15, 25
@@ -141,7 +141,7 @@ class TimedStream(Protocol):
         """Overwrite the L2 cache."""
 
     def mark(self) -> Any:
-        """Return a point in the stream, as torch's events are."""
+        """Enqueue a point that has the methods of torch's events."""
 
 
 class StreamClock:
@@ -156,7 +156,6 @@ class StreamClock:
         self._missed: dict[str, int] = {}  # so many runs of it in turn were not held for long enough
 
     def __call__(self, name: str, run: Run) -> tuple[float, float]:
-        start, end = self._stream.mark(), self._stream.mark()
         missed = self._missed.get(name, 0)
         if missed < TRIES:  # else it waits for its stream, and would be held longer each time
             self._stream.hold(2 * max(LEAST_LAUNCHING, self._launching.get(name, 0.0)) + SLACK)
@@ -164,11 +163,10 @@ class StreamClock:
         enqueuing = self._clock()
         if self._meet is not None:
             self._meet()
-        start.record()
+        start = self._stream.mark()
         began = self._clock()
         run()
-        ended = self._clock()
-        end.record()
+        ended, end = self._clock(), self._stream.mark()
         self._launching[name], on_host = 1e3 * (ended - enqueuing), 1e3 * (ended - began)
         self._missed[name] = missed + 1 if start.query() else 0
         end.synchronize()
@@ -193,51 +191,32 @@ def time_on(stream: TimedStream, runs: Mapping[str, Run], clock: Callable[[], fl
 
 
 class CudaStream:
-    """The current stream of the current device."""
+    """The current stream of a device."""
 
     CYCLES = 1_000_000  # of a sleep that shows how long they take
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._stream = torch.cuda.current_stream(device)
         cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self._flushed = torch.empty(2 * cache_bytes, dtype=torch.int8, device=device)
-        start, end = self.mark(), self.mark()
-        start.record()
-        torch.cuda._sleep(self.CYCLES)
-        end.record()
+        self._cycles = float(self.CYCLES)  # in a millisecond
+        start = self.mark()
+        self.hold(1.0)
+        end = self.mark()
         end.synchronize()
-        self._cycles = self.CYCLES / start.elapsed_time(end)  # in a millisecond
+        self._cycles = self.CYCLES / start.elapsed_time(end)
 
     def is_quiet(self) -> bool:
-        return is_quiet(self._device)
+        return is_quiet(self._stream.device)
 
     def hold(self, milliseconds: float) -> None:
-        torch.cuda._sleep(int(milliseconds * self._cycles))
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(int(milliseconds * self._cycles))
 
     def flush(self) -> None:
         self._flushed.zero_()
 
     def mark(self) -> torch.cuda.Event:
-        return torch.cuda.Event(enable_timing=True)
-
-
-def cuda_timer(device: torch.device) -> Timer:
-    """Return a timer of candidates on the current stream of a device."""
-
-    def timed(runs: Mapping[str, Run]) -> Times:
-        with torch.cuda.device(device):
-            return time_on(CudaStream(device), runs)
-
-    return timed
-
-
-def cuda_clock(device: torch.device, meet: Run) -> Clock:
-    """Return a clock of runs that all ranks make together, for one choice: its memory is not kept."""
-    with torch.cuda.device(device):
-        clock = StreamClock(CudaStream(device), meet=meet)
-
-    def once(name: str, run: Run) -> float:
-        with torch.cuda.device(device):
-            return max(clock(name, run))
-
-    return once
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event

@@ -51,7 +51,7 @@ from tpkernels.dispatch import backends, log
 from tpkernels.dispatch.autotune import autotuner_on, why_not_now, winner
 from tpkernels.dispatch.cache import Cache, Choice
 from tpkernels.dispatch.candidates import dtype_class, multiplied_in_tf32, token_class
-from tpkernels.dispatch.timing import Clock, cuda_clock, is_quiet, rounds
+from tpkernels.dispatch.timing import Clock, CudaStream, StreamClock, is_quiet, rounds
 from tpkernels.env import env_flag
 from tpkernels.kernels import invariance
 from tpkernels.kernels.matmul_tile import MatmulTile
@@ -143,7 +143,7 @@ def choose(
         key,
         trial,
         tell,
-        cuda_clock(moved.device, trial.meet),
+        clock_on(moved.device, trial.meet),
         cache_on(moved.device),
         exchanges.dropped,
         partial(is_quiet, moved.device),
@@ -159,6 +159,11 @@ def choose(
 def _announce(key: str, count: int) -> None:
     """Log what is chosen before it takes its time."""
     log.choices.info("%s: choosing among %d ways, %g s each at most", key, count, TRIAL_SECONDS)
+
+
+def clock_on(device: torch.device, meet: Callable[[], None]) -> Clock:
+    """Return a clock for one choice: its memory is not kept. meet: enqueues a meeting of the ranks"""
+    return StreamClock(CudaStream(device), meet=meet)
 
 
 def cache_on(device: torch.device) -> Cache:
@@ -411,7 +416,7 @@ class WayChooser:
         """Time each way; return its median on the slowest rank, and what else ran on a rank, or ""."""
         runs = {way.name: partial(self.trial.run, way) for way in ways}
         medians, company = rounds(
-            list(runs), lambda name: self.clock(name, runs[name]), is_quiet=self.is_quiet, exactly=ROUNDS
+            list(runs), lambda name: max(self.clock(name, runs[name])), is_quiet=self.is_quiet, exactly=ROUNDS
         )
         ours = " ".join(f"{milliseconds:.6g}" for milliseconds in medians.values())
         told = self.tell([ours, company])
