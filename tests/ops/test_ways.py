@@ -59,7 +59,7 @@ class Table(Trial):
     def __init__(self, times: Mapping[str, tuple[float, ...]], broken: Mapping[str, str]) -> None:
         """broken: how a way fails on the last rank"""
         self.times, self.broken = times, broken if dist.get_rank() == dist.get_world_size() - 1 else {}
-        self.runs, self.is_open = dict.fromkeys(times, 0), False  # memory
+        self.runs, self.is_open, self.quiet = dict.fromkeys(times, 0), False, True  # memory, and a GPU
 
     def open(self, way: Way) -> None:
         if self.broken.get(way.name) == "cannot open":
@@ -80,17 +80,9 @@ class Table(Trial):
         run()
         return 0.0, self.times[name][dist.get_rank()]
 
-    def choose(
-        self,
-        tell: Tell,
-        cache: Cache,
-        default: str = ONE,
-        why_not: str = "",
-        step: int = 1,
-        quiet: bool = True,
-    ) -> Any:
+    def choose(self, tell: Tell, cache: Cache, default: str = ONE, why_not: str = "", step: int = 1) -> Any:
         ways = {way.name: way for way in (Way(1), Way(2), Way(0, in_memory=True))}
-        chooser = WayChooser(KEY, self, tell, self.clock, cache, {}, lambda: quiet)
+        chooser = WayChooser(KEY, self, tell, self.clock, cache, {}, lambda: self.quiet)
         return chooser.choose(list(ways.values())[::step], ways[default], why_not)
 
 
@@ -106,9 +98,9 @@ def chosen(folder: Path | None, options: Mapping[str, Any]) -> Found:
     if cached := options.get("cached", ("", ""))[rank]:
         cache.put(KEY, Choice(cached, {}, company=options.get("company", "")))
     default, why_not = options.get("default", (ONE, ONE))[rank], options.get("why_not", ("", ""))[rank]
+    table.quiet = options.get("quiet", (True, True))[rank]
     with heard("tpkernels.dispatch") as said:
-        quiet = options.get("quiet", (True, True))[rank]
-        way, choice = table.choose(tell, cache, default, why_not, -1 if rank else 1, quiet)
+        way, choice = table.choose(tell, cache, default, why_not, step=-1 if rank else 1)
     dist.barrier()
     return way.name, choice.source.partition(":")[0], table.runs, table.is_open, said
 
@@ -234,12 +226,7 @@ CHOSEN: dict[str, tuple[dict[str, Any], str, int, list[str]]] = {
     "one may not time": ({"why_not": ("", "TPKERNELS_TUNE=0")}, ONE + " not timed", 0, []),
     "other defaults": ({"default": (MANY, ONE), "why_not": ("no", "")}, MANY + " not timed", 0, []),
     "one cache": ({"cached": (MANY, MANY)}, MANY + " cached", 0, []),
-    "a cache made in company": (
-        {"cached": (MANY, MANY), "company": "work that did not end"},
-        MEMORY + " timed",
-        RUNS,
-        [],
-    ),
+    "a cache made in company": ({"cached": (MANY, MANY), "company": "work"}, MEMORY + " timed", RUNS, []),
     "five in a hundred are too few": ({"times": TIMES | {MEMORY: (9.6, 9.6)}}, ONE + " timed", RUNS, []),
     "other caches": ({"cached": (MANY, ONE)}, MEMORY + " timed", RUNS, []),
     "one rank has no cache": ({"cached": (MANY, "")}, MEMORY + " timed", RUNS, []),

@@ -36,7 +36,7 @@ from tpkernels.dispatch.cache import Cache, Choice, KeyValueStore, Published, ve
 from tpkernels.dispatch.candidates import TuneKey, candidates, tune_key
 from tpkernels.dispatch.checking import mismatch, poison_freed, results_of, scratch_like
 from tpkernels.dispatch.record import Candidate, Primitive
-from tpkernels.dispatch.timing import CudaStream, Run, Timer, time_on
+from tpkernels.dispatch.timing import CudaStream, Timeable, Timer, time_on
 from tpkernels.env import env_flag
 from tpkernels.files import cache_folder
 from tpkernels.kernels.target import Target, fp32_precision, target_of
@@ -265,12 +265,12 @@ class Autotuner:
             first = "choosing who computes %s, %s for each new shape; TPKERNELS_LOG=choices shows all"
             log.warnings.warning(first, request.key, among)
 
-    def _checked(self, request: Request, seconds: float) -> dict[str, Run]:
+    def _checked(self, request: Request, seconds: float) -> dict[str, Timeable]:
         """Return the candidates that agree with torch, each bound to the same scratch operands."""
         began, record, key = self._clock(), request.record, request.key
         scratch = scratch_like(request.arguments, key.depth, self._device)
         expected = results_of(record, record.by_torch, scratch)
-        runs, untried = dict[str, Run](), list[str]()
+        runs, untried = dict[str, Timeable](), list[str]()
         for name, candidate in request.candidates.items():
             if name != "torch" and self._clock() - began >= seconds:
                 untried.append(name)

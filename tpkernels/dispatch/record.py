@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from tpkernels.dispatch.candidates import TuneKey
     from tpkernels.kernels.activation_names import Activation, Glu
     from tpkernels.kernels.matmul_tile import MatmulTile
     from tpkernels.kernels.operands import Form
     from tpkernels.kernels.recipe import Format, Scaling
     from tpkernels.kernels.scaled import Scaled
-    from tpkernels.kernels.target import Target
     from tpkernels.kernels.tiles import Kernel
 
 P = ParamSpec("P")
@@ -70,10 +68,6 @@ class Layer:
         return Scaled(words, features, format, self.scaling)
 
 
-def _always(key: TuneKey, target: Target) -> bool:
-    return True
-
-
 class Candidate(NamedTuple):
     """A way to compute a primitive, under a name that files and logs know it by."""
 
@@ -88,7 +82,7 @@ class Library(NamedTuple):
 
     name: str
     run: Callable[..., Any]
-    fits: Callable[[TuneKey, Target], bool] = _always
+    fits: Callable[..., bool] = lambda key, target: True  # whether it computes a `TuneKey` on a `Target`
     into: Callable[..., object] | None = None  # into given tensors, its first argument, without a copy
 
     @property

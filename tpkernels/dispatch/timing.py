@@ -31,8 +31,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-Run = Callable[[], object]
-Clock = Callable[[str, Run], tuple[float, float]]  # milliseconds of one run, on the GPU and on the host
+Timeable = Callable[[], object]
+Clock = Callable[[str, Timeable], tuple[float, float]]  # milliseconds of one run, on the GPU and on the host
 
 WARM_UPS = 3
 FEWEST_ROUNDS, MOST_ROUNDS = 15, 25
@@ -54,7 +54,7 @@ class Times(NamedTuple):
     company: str = ""  # what else ran
 
 
-Timer = Callable[[Mapping[str, Run]], Times]
+Timer = Callable[[Mapping[str, Timeable]], Times]
 
 
 def rounds(
@@ -148,14 +148,14 @@ class StreamClock:
     """Times single runs on a stream: milliseconds on the GPU, and on the host."""
 
     def __init__(
-        self, stream: TimedStream, clock: Callable[[], float] = perf_counter, meet: Run | None = None
+        self, stream: TimedStream, clock: Callable[[], float] = perf_counter, meet: Timeable | None = None
     ) -> None:
         """meet: enqueues a meeting of all ranks that run the same"""
         self._stream, self._clock, self._meet = stream, clock, meet
         self._launching: dict[str, float] = {}  # of the last run of each name
         self._missed: dict[str, int] = {}  # so many runs of it in turn were not held for long enough
 
-    def __call__(self, name: str, run: Run) -> tuple[float, float]:
+    def __call__(self, name: str, run: Timeable) -> tuple[float, float]:
         missed = self._missed.get(name, 0)
         if missed < TRIES:  # else it waits for its stream, and would be held longer each time
             self._stream.hold(2 * max(LEAST_LAUNCHING, self._launching.get(name, 0.0)) + SLACK)
@@ -173,7 +173,9 @@ class StreamClock:
         return float(start.elapsed_time(end)), on_host
 
 
-def time_on(stream: TimedStream, runs: Mapping[str, Run], clock: Callable[[], float] = perf_counter) -> Times:
+def time_on(
+    stream: TimedStream, runs: Mapping[str, Timeable], clock: Callable[[], float] = perf_counter
+) -> Times:
     """Time candidates on a stream."""
     once = StreamClock(stream, clock)
     on_gpu: dict[str, list[float]] = {name: [] for name in runs}
