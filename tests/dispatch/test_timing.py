@@ -170,6 +170,10 @@ def test_times_that_spread_are_company():
     assert times_on(SimulatedStream(noise=0.02), torch=TORCH).company == ""
     company = times_on(SimulatedStream(noise=0.4), torch=TORCH).company
     assert company.startswith("work that is not ours: times spread by ")
+    stream = SimulatedStream()
+    jitter = iter([0.2, 0.02, 0.4] * 100)  # of a busy host
+    times = time_on(stream, {"torch": lambda: stream.enqueue(next(jitter), 0.075)}, stream.clock)
+    assert times.company == ""
     # what an event cannot tell apart is none
     assert times_on(SimulatedStream(noise=0.4), torch=(0.0, 0.002)).company == ""
 

@@ -22,7 +22,7 @@ less would count its wait for the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from statistics import median, quantiles
 from threading import Event, Thread
@@ -81,15 +81,13 @@ def rounds(
                 break
         if has_begun():
             company = company or "a collective that began meanwhile"
-        if i > 0:
-            company = company or _noise(samples)
     return {name: median(values) for name, values in samples.items()}, company
 
 
-def _noise(samples: Mapping[str, Sequence[float]]) -> str:
-    """Say how far the times of the steadiest candidate spread, if that is too far; "" if not."""
+def _noise(samples: Iterable[Sequence[float]]) -> str:
+    """Say how far the GPU's times of the steadiest candidate spread, if that is too far; "" if not."""
     spreads = []
-    for values in samples.values():
+    for values in samples:
         low, middle, high = quantiles(values, n=4)
         spreads.append((high - low) / max(middle, LEAST_SPREAD / SPREAD))
     return f"work that is not ours: times spread by {min(spreads):.0%}" if min(spreads) > SPREAD else ""
@@ -189,7 +187,8 @@ def time_on(
         return max(of_gpu, of_host)
 
     eager, company = rounds(list(runs), longer, clock, is_quiet=stream.is_quiet)
-    return Times(eager, {name: median(samples) for name, samples in on_gpu.items()}, company)
+    captured = {name: median(samples) for name, samples in on_gpu.items()}
+    return Times(eager, captured, company or _noise(on_gpu.values()))
 
 
 class CudaStream:
