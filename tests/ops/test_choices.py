@@ -1,5 +1,6 @@
 """Which autotuners are given the store of the world, and when."""
 
+from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
@@ -15,10 +16,11 @@ from tpkernels.ops.tensor_parallel.flag_waits import FLAG_KERNELS, FlagKernels
 
 class Tuner:
     def __init__(self):
-        self.given = []
+        self.given, self.extended = [], []
 
     def agree_through(self, store, extend_waits):
         self.given.append(store)
+        extend_waits(timedelta(seconds=30))
 
 
 @pytest.fixture
@@ -27,6 +29,7 @@ def tuner(monkeypatch):
     monkeypatch.setattr(primitives, "autotuner_on", lambda device: made)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: "the store")
+    monkeypatch.setattr(distributed_c10d, "_add_ephemeral_timeout_for_all_pgs", made.extended.append)
     return made
 
 
@@ -38,6 +41,7 @@ def test_the_autotuner_of_a_gpu_is_given_the_worlds_store(device, resolved, give
     monkeypatch.setattr(backends, "resolve_backend", lambda device: resolved)
     FLAG_KERNELS.agree_choices(torch.device(device))
     assert tuner.given == given
+    assert tuner.extended == [timedelta(seconds=30)] * len(given)
 
 
 @on_ranks(2)

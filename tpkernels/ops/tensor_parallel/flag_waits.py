@@ -58,11 +58,9 @@ class FlagKernels:
     def agree_choices(self, device: torch.device) -> None:
         """Through the store of the world: a rank may be in several groups, and has one autotuner."""
         if device.type == "cuda" and dist.is_initialized() and backends.resolve_backend(device) == "fastest":
-            store, extend = (
-                distributed_c10d._get_default_store(),
-                distributed_c10d._add_ephemeral_timeout_for_all_pgs,
-            )
-            primitives.autotuner_on(device).agree_through(store, extend)
+            # of NCCL alone, for the next collective; torch made it for ranks that compile
+            extend = getattr(distributed_c10d, "_add_ephemeral_timeout_for_all_pgs", lambda more: None)
+            primitives.autotuner_on(device).agree_through(distributed_c10d._get_default_store(), extend)
 
     def advance(self, word: Tensor, awaited: Tensor, step: int, code: int) -> None:
         _home("flags").advance(word, awaited, step, code)
