@@ -25,7 +25,7 @@ T, N, K = 384, 768, 256  # nine rows of tiles of 128 x 256 on a small scale
 
 
 def posed(record, layer):
-    """Its key, and operands as the chooser makes them."""
+    """Its key, and operands as the autotuner makes them."""
     key = tune_key(record, *record.sample(layer))
     return key, scratch_like(record.sample(layer), key.depth, CPU)
 

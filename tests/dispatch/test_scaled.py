@@ -210,7 +210,7 @@ def summed(x, weight, promote_every):
     return total
 
 
-def test_bounds_of_soundness_are_those_of_emulated_sums():
+def test_bounds_are_those_of_emulated_sums():
     """Sums of few bits pass as fast at any depth, and are no promoted ones where that is deep."""
     depth = 65536
     x, w, x_scale, w_scale, *_ = scratch_like(call(16, 16, depth), depth, CPU)
