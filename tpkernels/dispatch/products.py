@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tpkernels.dispatch import one_pass
 from tpkernels.dispatch.record import Layer, Library, Primitive, launcher
 from tpkernels.kernels.activations import (
     GATE_OF,
@@ -103,6 +104,7 @@ linear = Primitive(
     kernel="linear",
     library=(
         Library("addmm_activation", _addmm_activation, _addmm_activation_fits, into=_addmm_activation_into),
+        one_pass.LINEAR,
     ),
 )
 
@@ -127,6 +129,7 @@ glu = Primitive(
     given=lambda x, w_gate, w_up, kind, keep_gu: (True, keep_gu, keep_gu),
     into=_glu_into,
     kernel="glu",
+    library=(one_pass.GLU,),
 )
 
 
@@ -182,6 +185,7 @@ dgrad_act = Primitive(
     given=lambda dy, weight, z, activation, bias_grad: (True, bias_grad),
     into=_dgrad_act_into,
     kernel="dgrad",
+    library=(one_pass.DGRAD_ACT,),
 )
 
 
@@ -204,6 +208,7 @@ dglu = Primitive(
     schema="(Tensor dy, Tensor weight, Tensor g, Tensor u, str kind) -> (Tensor, Tensor, Tensor)",
     into=_dglu_into,
     kernel="dglu",
+    library=(one_pass.DGLU,),
 )
 
 
