@@ -40,6 +40,7 @@ from tpkernels.dispatch.soundness import mismatch, results_of, scratch_like, spo
 from tpkernels.dispatch.timing import CudaTimer, Runs, Timer, Times
 from tpkernels.env import env_flag
 from tpkernels.files import cache_folder
+from tpkernels.kernels.operands import are_halves
 from tpkernels.kernels.target import fp32_precision
 
 MARGIN = 0.02  # of the usual one's time: less is noise, and torch is lighter to launch
@@ -382,6 +383,8 @@ def _signature(name: str, arguments: tuple[Any, ...], out: Sequence[Tensor] = ()
             signature += (argument.dtype, argument.shape, argument.stride(), argument.data_ptr() & 15)
         else:
             signature.append(argument)
+    if name == "glu":
+        signature.append(are_halves(arguments[1], arguments[2]))
     return tuple(signature)
 
 

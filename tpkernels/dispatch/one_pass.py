@@ -1,7 +1,7 @@
 """Products by torch with one pass of ours behind: what a fused kernel has to beat, beside torch's own chains.
 
     linear       z = x wᵀ + b        y = f(z)
-    glu          g, u = x wgᵀ, x wuᵀ    h = f(g) * u
+    glu          g, u = x wgᵀ, x wuᵀ    h = f(g) * u; one product where the weights are halves of one
     dgrad_act    dy w                dz = dy w * f'(z), and the bias gradient
     dglu         dh = dy w           dg, du, h
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tpkernels.dispatch.record import Library, launcher
 from tpkernels.kernels.activations import GATE_OF, Activation, Glu
-from tpkernels.kernels.operands import DTYPES
+from tpkernels.kernels.operands import DTYPES, stacked
 
 if TYPE_CHECKING:
     from tpkernels.dispatch.problem import Problem
@@ -31,14 +31,14 @@ _act_grad = launcher("elementwise", "act_grad")
 _glu_grad = launcher("elementwise", "glu_grad")
 
 
-def fits(problem: Problem, target: Target) -> bool:
+def fits(key: Problem, target: Target) -> bool:
     """Whether the kernel is there, and has something to compute."""
-    return problem.dtype in DTYPES and "none" not in problem.options and find_spec("triton") is not None
+    return key.dtype in DTYPES and "none" not in key.options and find_spec("triton") is not None
 
 
-def _linear_fits(problem: Problem, target: Target) -> bool:
+def _linear_fits(key: Problem, target: Target) -> bool:
     """With z alone: without it torch applies activations in place, or in cuBLASLt's epilogue."""
-    return "z" in problem.options and fits(problem, target)
+    return "z" in key.options and fits(key, target)
 
 
 def _linear(
@@ -84,6 +84,33 @@ def _glu_into(
     _activate(g, u, activation=GATE_OF[kind], out=h)
 
 
+def _wide_fits(key: Problem, target: Target) -> bool:
+    return "halves" in key.options and fits(key, target)
+
+
+def _wide(
+    x: Tensor, w_gate: Tensor, w_up: Tensor, kind: Glu, keep_gu: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """g and u are columns of one matrix."""
+    h = x.new_empty(len(x), len(w_up))
+    g, u = _wide_into((h,), x, w_gate, w_up, kind, False)
+    return (h, g, u) if keep_gu else (h, None, None)
+
+
+def _wide_into(
+    out: Sequence[Tensor], x: Tensor, w_gate: Tensor, w_up: Tensor, kind: Glu, keep_gu: bool
+) -> Sequence[Tensor]:
+    """Without a copy no product writes g and u apart: if these are kept, there are two."""
+    if keep_gu:
+        _glu_into(out, x, w_gate, w_up, kind, True)
+        return out[1:]
+    both = x.new_empty(len(x), 2 * len(w_up))
+    torch.mm(x, stacked(w_gate, w_up).t(), out=both)
+    g, u = both.chunk(2, dim=1)
+    _activate(g, u, activation=GATE_OF[kind], out=out[0])
+    return g, u
+
+
 def _dgrad_act(
     dy: Tensor, weight: Tensor, z: Tensor, activation: Activation, bias_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -114,5 +141,6 @@ def _dglu_into(out: Sequence[Tensor], dy: Tensor, weight: Tensor, g: Tensor, u: 
 
 LINEAR = Library("mm+activate", _linear, _linear_fits, into=_linear_into)
 GLU = Library("mm+activate", _glu, fits, into=_glu_into)
+WIDE_GLU = Library("wide_mm+activate", _wide, _wide_fits, into=_wide_into)
 DGRAD_ACT = Library("mm+act_grad", _dgrad_act, fits, into=_dgrad_act_into)
 DGLU = Library("mm+glu_grad", _dglu, fits, into=_dglu_into)

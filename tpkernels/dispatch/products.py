@@ -129,7 +129,7 @@ glu = Primitive(
     given=lambda x, w_gate, w_up, kind, keep_gu: (True, keep_gu, keep_gu),
     into=_glu_into,
     kernel="glu",
-    library=(one_pass.GLU,),
+    library=(one_pass.GLU, one_pass.WIDE_GLU),
 )
 
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from tpkernels.kernels.operands import are_halves
+
 if TYPE_CHECKING:
     from tpkernels.dispatch.problem import Problem
     from tpkernels.kernels.activation_names import Activation, Glu
@@ -135,6 +137,8 @@ class Primitive(Generic[P, R]):
             for name, value in call.items()
             if name in OPTIONS and not (value is None or value is False)
         ]
+        if self.kernel == "glu" and are_halves(*matrices[1:3]):
+            words.append("halves")  # of one matrix, by which one product multiplies
         if call.keys() >= SCALES:
             words += words_of_scales(matrices[0], matrices[1], call["x_scale"], call["w_scale"])
         if self.changes_first:

@@ -266,6 +266,26 @@ def _addresses(tensor: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
+def are_halves(first: Tensor, second: Tensor) -> bool:
+    """Whether two matrices are the upper and the lower half of one, which lies in memory row by row."""
+    return (
+        second.data_ptr() - first.data_ptr() in (0, first.nbytes)  # quick to look at; 0 without memory
+        and first.shape == second.shape
+        and first.numel() > 0
+        and first.dtype == second.dtype
+        and first.is_contiguous()
+        and second.is_contiguous()
+        and second.storage_offset() == first.storage_offset() + first.numel()
+        and second.untyped_storage()._cdata == first.untyped_storage()._cdata
+    )
+
+
+def stacked(first: Tensor, second: Tensor) -> Tensor:
+    """Return the matrix whose halves these are."""
+    rows, cols = first.shape
+    return first.as_strided((2 * rows, cols), (cols, 1), first.storage_offset())
+
+
 def require_ids(launcher: str, name: str, ids: Tensor, like: Tensor, length: int | None = None) -> None:
     """A contiguous vector of int64 or int32, on the device of `like`; with as many elements as `length`."""
     wanted = f"{name} ({'tokens' if length is None else length},) of int64 or int32, on {like.device}"
