@@ -1,6 +1,8 @@
 """Products by torch with one pass of ours behind: launches, memory, and one wide product for two weights."""
 
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.dispatch.conftest import FakeTimer, need_interpreter
 from tests.dispatch.test_candidates import names
 from tests.kernels.checks import assert_written, rows_for
+from tests.ops.test_bytes_moved import BytesMoved
 from tpkernels.dispatch import one_pass
 from tpkernels.dispatch.candidates import TARGET_GPUS, candidates
 from tpkernels.dispatch.products import PRODUCTS, dglu, dgrad_act, glu, linear
@@ -105,9 +108,60 @@ def test_each_way_starts_so_many_kernels(run, record, started):
     assert launches(run, *samples(record)) == started
 
 
-def test_a_wide_product_is_one_launch():
-    x, (gate, up) = torch.empty(64, 256, device="meta"), torch.empty(256, 256, device="meta").chunk(2)
-    assert launches(one_pass.WIDE_GLU.run, x, gate, up, "swiglu", True) == {"mm": 1, "_activate_kernel": 1}
+# T x F is the size of what lies between two products, and of nothing else
+TOKENS, BETWEEN, HIDDEN = 64, 128, 384
+UP, DOWN = Layer(TOKENS, BETWEEN, HIDDEN), Layer(TOKENS, HIDDEN, BETWEEN)
+STEPS = {
+    "`linear`, `gelu_tanh`, z kept": (linear, replace(UP, activation="gelu_tanh"), [one_pass.LINEAR]),
+    "`linear`, `relu2`, z kept": (linear, replace(UP, activation="relu2"), [one_pass.LINEAR]),
+    "`glu`, g and u kept": (glu, UP, [one_pass.GLU, one_pass.WIDE_GLU]),
+    "`glu`, inference": (glu, replace(UP, training=False), [one_pass.GLU, one_pass.WIDE_GLU]),
+    "`dgrad_act`, `gelu_tanh`, db": (
+        dgrad_act,
+        replace(DOWN, activation="gelu_tanh"),
+        [one_pass.DGRAD_ACT],
+    ),
+    "`dgrad_act`, `relu2`, db": (dgrad_act, replace(DOWN, activation="relu2"), [one_pass.DGRAD_ACT]),
+    "`dglu`": (dglu, DOWN, [one_pass.DGLU]),
+}
+PAGE = (Path(__file__).parents[2] / "docs/which-kernels.md").read_text()
+
+
+UNTOUCHED = {"GATED": ("u_ptr",), "KEEP": ("g", "u")}  # where these constants are false
+
+
+def is_between(tensor):
+    """Also two of them side by side."""
+    return tensor.ndim == 2 and tensor.shape[0] == TOKENS and tensor.shape[1] in (BETWEEN, 2 * BETWEEN)
+
+
+def launches_and_passes(run, arguments):
+    """How many kernels a way starts, and how often these read or write a matrix between two products."""
+    moved = BytesMoved(is_between)
+    with torch.no_grad(), launch.recording(H100) as ours, Launches() as torchs, moved:
+        run(*arguments)
+    by_ours = [
+        getattr(value, "base", value)
+        for one in ours
+        for name, value in one.named.items()
+        if not any(name in names and not one.constants.get(flag, True) for flag, names in UNTOUCHED.items())
+    ]
+    matrices = [each for each in by_ours if isinstance(each, torch.Tensor) and is_between(each)]
+    passes = (moved.by_call.total() + sum(each.nbytes for each in matrices)) / (2 * TOKENS * BETWEEN)
+    return f"{torchs.of_torch.total() + len(ours)}, {passes:g}"
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_page_counts_the_launches_and_passes_of_each_way(step):
+    record, layer, libraries = STEPS[step]
+    arguments = record.sample(layer)
+    if record is glu:
+        x, *_, kind, keep = arguments
+        arguments = (x, *replace(layer, out_features=2 * BETWEEN).weight().chunk(2), kind, keep)
+    ways = [record.by_torch, *(library.run for library in libraries), record.by_kernel]
+    counted = [launches_and_passes(way, arguments) for way in ways]
+    *_, row = (line for line in PAGE.splitlines() if line.startswith(f"| {step} |"))
+    assert [cell.strip() for cell in row.split("|")[2:] if cell.strip()] == counted
 
 
 def test_halves_are_those_of_one_matrix():
