@@ -30,7 +30,8 @@ class RandomLayer(Layer):
     device: str = "cpu"
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return (torch.randn(shape, device=self.device) / shape[-1] ** 0.5).to(dtype or self.dtype)
+        made: Tensor = torch.randn(shape, device=self.device) / shape[-1] ** 0.5
+        return made.to(dtype or self.dtype)
 
 
 def step_of(shape: Shape) -> str | None:

@@ -270,7 +270,11 @@ FP8_FORMS = (
 
 # kernel -> its epilogues: the costliest, which is compiled in fp32 and for ragged rows, too; the usual ones
 ELEMENTWISE: Mapping[str, Mapping[str, partial[Results]]] = {
-    "activate": {unit: partial(recording.activate, unit=unit) for unit in ("geglu", "swiglu", "gelu_tanh")},
+    "activate": {
+        "geglu": partial(recording.gate, kind="geglu"),
+        "swiglu": partial(recording.gate, kind="swiglu"),
+        "gelu_tanh": partial(recording.activate, activation="gelu_tanh"),
+    },
     "act_grad": {
         "gelu+db": partial(recording.act_grad, activation="gelu"),
         "gelu_tanh+db": partial(recording.act_grad, activation="gelu_tanh"),

@@ -170,9 +170,9 @@ def _rows(of: Operands) -> Iterator[NumericCase]:
         yield NumericCase(f"activate/{way}/{activation}", partial(recording.activate, of, activation))
         yield NumericCase(f"act_grad/{way}/{activation}", partial(recording.act_grad, of, activation))
     yield NumericCase(f"act_grad/{way}/no_db", partial(recording.act_grad, of, "silu", bias_grad=False))
-    for kind in GATE_OF:
-        yield NumericCase(f"activate/{way}/{kind}", partial(recording.activate, of, kind))
-        yield NumericCase(f"glu_grad/{way}/{kind}", partial(recording.glu_grad, of, kind))
+    for unit in GATE_OF:
+        yield NumericCase(f"activate/{way}/{unit}", partial(recording.gate, of, unit))
+        yield NumericCase(f"glu_grad/{way}/{unit}", partial(recording.glu_grad, of, unit))
     yield NumericCase(f"advance/{way}", partial(recording.advance, of))
     yield NumericCase(f"embedding_fwd/{way}", partial(recording.primitive, of, "lookup"))
     yield NumericCase(f"embedding_bwd/{way}", partial(recording.primitive, of, "lookup_grad"))

@@ -239,12 +239,15 @@ def added_slots(of: Operands, into: torch.dtype, accumulate: bool) -> Results:
     return {"y": (y, reference.reduce_slots_ref(slots.double()) + (before if accumulate else 0))}
 
 
-def activate(of: Operands, unit: str) -> Results:
-    """unit: an activation, or a gated unit"""
-    z, u = of.x(), of.x() if unit in GATE_OF else None
-    activation = GATE_OF.get(unit, unit)
-    exact = act_ref(z.double(), activation)
-    return {"h": (run_activate(z, u, activation=activation), exact if u is None else exact * u.double())}
+def activate(of: Operands, activation: Activation) -> Results:
+    z = of.x()
+    return {"h": (run_activate(z, activation=activation), act_ref(z.double(), activation))}
+
+
+def gate(of: Operands, kind: Glu) -> Results:
+    g, u, activation = of.x(), of.x(), GATE_OF[kind]
+    exact = act_ref(g.double(), activation) * u.double()
+    return {"h": (run_activate(g, u, activation=activation), exact)}
 
 
 def act_grad(of: Operands, activation: Activation, bias_grad: bool = True) -> Results:
