@@ -1,5 +1,6 @@
 """Products by torch with one pass of ours behind: launches, memory, and one wide product for two weights."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,14 @@ from tpkernels.dispatch.candidates import TARGET_GPUS, candidates
 from tpkernels.dispatch.products import PRODUCTS, dglu, dgrad_act, glu, linear
 from tpkernels.dispatch.record import Layer
 from tpkernels.dispatch.soundness import scratch_like
+from tpkernels.gate import expectations
 from tpkernels.gate.numerics import relative_error
 from tpkernels.kernels import launch
 from tpkernels.kernels.operands import are_halves, stacked
 from tpkernels.kernels.reference import glu_ref
 from tpkernels.kernels.target import H100
+from tpkernels.kernels.tiles import ELEMENTS
+from tpkernels.registered.names import TABLE
 
 T, N, K = 37, 48, 40
 LAYER = Layer(T, N, K, torch.bfloat16, "gelu_tanh")
@@ -245,3 +249,19 @@ def test_a_pass_that_computes_something_else_is_dropped(make_chooser, monkeypatc
     make_chooser(timer).timed(PRODUCTS["dglu"], arguments)
     assert "mm+glu_grad" not in timer.asked[0]
     assert "mm+glu_grad dropped" in caplog.text
+
+
+COST = re.compile(r"\| \**`(\w+)`, `(\w+)`(?: \(erf\))?(, db)?\** \| (\d+) \| (\d+) \| (\d+) \| \d+ \|")
+
+
+@pytest.mark.parametrize("row", COST.findall(PAGE), ids=lambda row: "-".join(row[:2]) + "+db" * bool(row[2]))
+def test_page_names_the_instructions_that_were_compiled(row):
+    kernel, epilogue, db, registers, instructions, an_element = row
+    name = f"{kernel}/pointer/bf16/32x128/{epilogue}{'+db' * bool(db)}"
+    budget = expectations.read(TABLE)["3.7"].of("sm_90", name)
+    threads = 32 * ELEMENTS.num_warps
+    elements = ELEMENTS.block_rows * ELEMENTS.block_cols // threads
+    assert budget is not None
+    assert (budget.registers, budget.instructions["all"]) == (int(registers), int(instructions))
+    assert int(an_element) in (int(instructions) // elements, -(-int(instructions) // elements))
+    assert budget.spills == 0
