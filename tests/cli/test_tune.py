@@ -22,7 +22,7 @@ def test_dry_run_lists_candidates(capsys, tmp_path):
     assert main([*DRY, "--steps", "linear,wgrad_accumulate_", "--json", str(report)]) == 0
     printed = capsys.readouterr().out
     announced, _, rest = printed.partition("\n")
-    assert announced == "3 shapes, 15 candidates: at most about 1 min (2.5 s a candidate)"
+    assert announced == "3 shapes, 16 candidates: at most about 1 min (2.5 s a candidate)"
     assert rest.startswith("candidates on NVIDIA H100 80GB HBM3, not timed:\nlinear bfloat16 8192x4096x4096")
     listed = json.loads(report.read_text())
     assert listed["gpu"] == "NVIDIA H100 80GB HBM3"
@@ -96,7 +96,7 @@ def test_tune_times_remembers_and_reports(timer, capsys, tmp_path):
 
     assert main([*command, "--again"]) == 0
     assert len(timer.asked) == 2 * asked
-    assert capsys.readouterr().out.startswith("9 shapes, 27 candidates: ")
+    assert capsys.readouterr().out.startswith("9 shapes, 31 candidates: ")
 
 
 def test_tune_begins_nothing_after_its_seconds(timer, capsys, monkeypatch):

@@ -37,7 +37,7 @@ def _of(name: str, milliseconds: Mapping[str, float]) -> float:
 
 
 MakeTuner = Callable[..., Autotuner]
-TRITON_WINS = {"triton/descriptor": 1.0, "triton/pointer": 2.0, "torch": 3.0, "addmm": 3.0}
+TRITON_WINS = {"triton/descriptor": 1.0, "triton/pointer": 2.0, "torch": 3.0, "addmm": 3.0, "mm+": 3.0}
 
 
 def call(tuner, record, *arguments, out=()):

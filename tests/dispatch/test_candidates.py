@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tpkernels.dispatch import candidates as module
+from tpkernels.dispatch import one_pass
 from tpkernels.dispatch.candidates import TARGET_GPUS, candidates, layout_class, token_class, tune_key
 from tpkernels.dispatch.products import PRODUCTS, dgrad, linear
 from tpkernels.dispatch.record import Layer
@@ -51,7 +52,8 @@ def test_a_dtype_without_kernels_and_an_empty_shape_leave_torch(layer):
 
 
 def test_without_triton_torch_is_left(monkeypatch):
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    for file in (module, one_pass):
+        monkeypatch.setattr(file, "find_spec", lambda name: None)
     assert names("glu", BIG) == ["torch"]
 
 

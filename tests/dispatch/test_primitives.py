@@ -33,7 +33,7 @@ LAYERS = {
     "inference": {"activation": "relu", "training": False},
     "plain": {"activation": "none", "bias": False, "glu": "geglu"},
 }
-WINNERS = ["triton/descriptor", "triton/pointer", "torch", "addmm"]
+WINNERS = ["triton/descriptor", "triton/pointer", "torch", "addmm", "mm+"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -39,6 +39,7 @@ from tpkernels.dispatch.record import Candidate, Primitive
 from tpkernels.dispatch.timing import CudaStream, Timeable, Timer, time_on
 from tpkernels.env import env_flag
 from tpkernels.files import cache_folder
+from tpkernels.kernels.operands import are_halves
 from tpkernels.kernels.target import Target, fp32_precision, target_of
 
 MARGIN = 0.03  # of the usual one's time: less is noise, and torch is lighter to launch
@@ -302,6 +303,8 @@ def _signature(name: str, arguments: Sequence[Any], out: Sequence[Tensor] = ()) 
             signature += (argument.dtype, argument.shape, argument.stride(), argument.data_ptr() & 15)
         else:
             signature.append(argument)
+    if name == "glu":
+        signature.append(are_halves(arguments[1], arguments[2]))
     return tuple(signature)
 
 

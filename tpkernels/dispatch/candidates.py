@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tpkernels.dispatch.record import Candidate, Primitive
 from tpkernels.kernels.matmul_tile import MatmulTile
-from tpkernels.kernels.operands import DTYPES, FP8, Form, MatrixLayout, choose_form
+from tpkernels.kernels.operands import DTYPES, FP8, Form, MatrixLayout, are_halves, choose_form
 from tpkernels.kernels.target import (
     A100,
     B200,
@@ -114,6 +114,8 @@ def tune_key(record: Primitive[..., Any], *args: Any, out: Sequence[Tensor] = ()
     options = [value for value in call.values() if isinstance(value, str)]
     given = [name for name, value in call.items() if not (value is None or value is False)]
     options += [OPTIONS[name] for name in given if name in OPTIONS]
+    if record.kernel == "glu" and are_halves(*matrices[1:3]):
+        options.append("halves")  # of one matrix, by which one product multiplies
     if call.keys() >= SCALES:
         options += _options_of_scales(matrices[0], matrices[1], call["x_scale"], call["w_scale"])
     if record.changes_first:

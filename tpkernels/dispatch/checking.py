@@ -11,6 +11,7 @@ what accumulates does so where nobody looks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from math import sqrt
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from tpkernels.dispatch.candidates import TuneKey
 from tpkernels.dispatch.record import Primitive
-from tpkernels.kernels.operands import FP8
+from tpkernels.kernels.operands import FP8, are_halves, stacked
 
 ALIGNMENT = 16  # bytes; more of it decides nothing
 FP8_SIZE = 64.0  # of elements in fp8: as if the largest of thousands had been scaled to 448
@@ -58,10 +59,14 @@ def scratch_like(arguments: tuple[Any, ...], depth: int, device: torch.device) -
     generator = torch.Generator(device).manual_seed(0)
     scale = max(depth, 1) ** -0.25
     scaled = any(isinstance(argument, Tensor) and argument.dtype in FP8 for argument in arguments)
-    return tuple(
+    made = [
         _scratch(argument, scale, scaled, generator) if isinstance(argument, Tensor) else argument
         for argument in arguments
-    )
+    ]
+    for i, pair in enumerate(pairwise(arguments)):  # weights that are one remain so
+        if all(isinstance(each, Tensor) and each.ndim == 2 for each in pair) and are_halves(*pair):
+            made[i : i + 2] = _scratch(stacked(*pair), scale, scaled, generator).chunk(2)
+    return tuple(made)
 
 
 def _scratch(like: Tensor, scale: float, scaled: bool, generator: torch.Generator) -> Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tpkernels.dispatch import one_pass
 from tpkernels.dispatch.record import Layer, Library, Primitive, launcher, writing
 from tpkernels.kernels.activations import (
     GATE_OF,
@@ -98,6 +99,7 @@ linear = Primitive(
         Library(
             "addmm_activation", _addmm_activation, _addmm_activation_fits, into=writing(_addmm_activation)
         ),
+        one_pass.LINEAR,
     ),
 )
 
@@ -119,7 +121,7 @@ glu = Primitive(
     launcher("glu", "glu_fwd", "kind", "keep_gu"),
     lambda layer: (layer.x(), layer.weight(), layer.weight(), layer.glu, layer.training),
     "glu",
-    library=(Library("torch", glu_ref, into=_glu_into),),
+    library=(Library("torch", glu_ref, into=_glu_into), one_pass.GLU, one_pass.WIDE_GLU),
 )
 
 
@@ -165,7 +167,7 @@ dgrad_act = Primitive(
     launcher("dgrad", "dgrad_act", "bias_grad"),
     lambda layer: (layer.dy(), layer.weight(), layer.x(), layer.activation, layer.bias),
     "dgrad",
-    library=(Library("torch", dgrad_act_ref, into=_dgrad_act_into),),
+    library=(Library("torch", dgrad_act_ref, into=_dgrad_act_into), one_pass.DGRAD_ACT),
 )
 
 
@@ -186,7 +188,7 @@ dglu = Primitive(
     launcher("dglu", "dglu", "kind", always={"emit_h": True}),
     lambda layer: (layer.dy(), layer.weight(), layer.x(), layer.x(), layer.glu),
     "dglu",
-    library=(Library("torch", dglu_ref, into=_dglu_into),),
+    library=(Library("torch", dglu_ref, into=_dglu_into), one_pass.DGLU),
 )
 
 
