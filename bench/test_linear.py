@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bench.case import Work
-from bench.cases import scaled
+from bench.cases import rivals, scaled
 from bench.cases.linear import case_of, passes_of
 from bench.measure import Seconds
 from bench.shapes import GPU_SET, SMOKE, Shape, all_shapes, shapes_of
@@ -49,6 +49,21 @@ SCALED = [
 def test_linear_in_fp8(record: Callable[[Work, Seconds], None], shape: Shape, pass_: str) -> None:
     torch.manual_seed(0)
     case = scaled.case_of(shape, pass_, DTYPE, DEVICE)
+    record(case.work, case.time(ROUNDS))
+
+
+RIVALS = [
+    pytest.param(shape, marks=chosen(shape) if ON_GPU else [], id=f"{shape}-{step}")
+    for shape in SHAPES
+    if (step := rivals.step_of(shape))
+]
+
+
+@pytest.mark.skipif(not ON_GPU, reason="on a CPU kernels are interpreted, at no speed of their own")
+@pytest.mark.parametrize("shape", RIVALS)
+def test_fused_kernel(record: Callable[[Work, Seconds], None], shape: Shape) -> None:
+    torch.manual_seed(0)
+    case = rivals.case_of(shape, DTYPE, DEVICE)
     record(case.work, case.time(ROUNDS))
 
 

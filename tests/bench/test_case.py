@@ -16,14 +16,16 @@ from torch import Tensor
 from bench import record
 from bench.baseline import path_for, read_baseline
 from bench.case import Case, Work, timed_on_ranks
+from bench.cases import rivals
 from bench.cases.bucket_overlap import efficiency, listed
 from bench.cases.buckets import low, with_better_ddp
 from bench.cases.overlap import Times, problems, rows_to_copy
 from bench.cases.scaled import OFF_BY, PASSES, case_of
 from bench.measure import WARM_UPS, interleave, seconds_of_processor, slowest
 from bench.record import extra_info
-from bench.shapes import RATED_GPUS, SMOKE, all_shapes, shapes_of
+from bench.shapes import RATED_GPUS, SMOKE, Shape, all_shapes, shapes_of
 from tests.programs import ran
+from tpkernels.dispatch.products import PRODUCTS
 
 ROOT = Path(__file__).parents[2]
 WORK = Work("sum", "3", "forward", "torch.sum", flops=2 * 10**12, bytes=8)
@@ -185,6 +187,24 @@ def test_all_ways_agree_as_far_as_fp8_does(pass_):
         case.check()
         ours, exact = case.ways["ours"]()[0].double(), case.ways["naive"]()[0].double()
         assert (ours - exact).norm() / exact.norm() > OFF_BY / 10  # it is fp8, and not the naive way
+
+
+SMALL = {
+    f"{model.name}-{layer}": Shape(model, 1, 21, layer, 24, 40)
+    for model in (SMOKE, replace(SMOKE, name="ungated", gated=False))
+    for layer in ("fc_up", "fc_down")
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU `pytest bench` does so")
+@pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
+def test_each_rival_of_a_fused_kernel_computes_the_same(shape):
+    """In the interpreter; a step of which no rival is known is none of the benchmark."""
+    case = rivals.case_of(shape, torch.bfloat16, "cpu")
+    case.check()
+    step = case.work.op.removeprefix("fused_")
+    libraries = {one.name for one in PRODUCTS[step].library} - {"torch", "addmm_activation"}
+    assert case.ways.keys() == {"ours", "naive", "fused"} | libraries
 
 
 def test_shapes_are_what_the_models_ask_for_and_bounds_follow_from_the_data_sheet():

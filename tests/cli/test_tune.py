@@ -10,9 +10,8 @@ from tests.dispatch.conftest import TRITON_WINS, VERSIONS, FakeTimer, need_inter
 from tpkernels import cli
 from tpkernels.cli import main, tune
 from tpkernels.dispatch import candidates
-from tpkernels.dispatch.cache import Cache, parse
-from tpkernels.dispatch.candidates import TargetGpu
-from tpkernels.dispatch.chooser import Chooser
+from tpkernels.dispatch.autotune import Autotuner
+from tpkernels.dispatch.cache import Cache
 from tpkernels.kernels.target import INTERPRETER
 
 DRY = ["tune", "--dry-run", "--shapes", "8192x4096x4096"]
@@ -23,7 +22,7 @@ def test_dry_run_lists_candidates(capsys, tmp_path):
     assert main([*DRY, "--steps", "linear,wgrad_accumulate_", "--json", str(report)]) == 0
     printed = capsys.readouterr().out
     announced, _, rest = printed.partition("\n")
-    assert announced == "3 problems, 15 candidates: at most about 1 min (2.5 s a candidate)"
+    assert announced == "3 shapes, 16 candidates: at most about 1 min (2.5 s a candidate)"
     assert rest.startswith("candidates on NVIDIA H100 80GB HBM3, not timed:\nlinear bfloat16 8192x4096x4096")
     listed = json.loads(report.read_text())
     assert listed["gpu"] == "NVIDIA H100 80GB HBM3"
@@ -42,12 +41,12 @@ def test_a_model_is_listed_with_what_it_will_take(capsys, tmp_path):
     announced = capsys.readouterr().out.partition("\n")[0]
     listed = json.loads(report.read_text())["candidates"]
     count = sum(map(len, listed.values()))
-    assert announced.startswith(f"{len(listed)} problems, {count} candidates: at most about ")
+    assert announced.startswith(f"{len(listed)} shapes, {count} candidates: at most about ")
     assert "dglu bfloat16 8192x4096x1792 swiglu rows,rows,rows,rows,rows" in listed
     assert "dglu bfloat16 64x32x16 swiglu rows,rows,rows,rows,rows" in listed
 
     assert main([*command[:-2], "--steps", "dglu"]) == 0
-    assert capsys.readouterr().out.startswith("2 problems, ")
+    assert capsys.readouterr().out.startswith("2 shapes, ")
 
 
 def test_without_triton_its_candidates_are_missed_aloud(capsys, monkeypatch):
@@ -68,13 +67,12 @@ def timer(monkeypatch, tmp_path) -> FakeTimer:
     need_interpreter()
     timer = FakeTimer(TRITON_WINS)
 
-    def chooser_on(device):
-        gpu = TargetGpu(VERSIONS.gpu, INTERPRETER)
-        return Chooser(torch.device("cpu"), gpu, timer, Cache(tmp_path, VERSIONS), {})
+    def autotuner_on(device):
+        return Autotuner(torch.device("cpu"), INTERPRETER, timer, Cache(tmp_path, VERSIONS), lambda _: "")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(tune, "chooser_on", chooser_on)
+    monkeypatch.setattr(tune, "autotuner_on", autotuner_on)
     return timer
 
 
@@ -86,19 +84,19 @@ def test_tune_times_remembers_and_reports(timer, capsys, tmp_path):
     printed = capsys.readouterr()
     assert printed.out.count("(timed: triton/") == 9  # each step, linear twice
     assert not printed.err  # no bar where nobody watches
-    versions, choices = parse(report.read_text())
-    assert versions["gpu"] == VERSIONS.gpu
-    assert len(choices) == 9
+    written = json.loads(report.read_text())
+    assert written["versions"]["gpu"] == VERSIONS.gpu
+    assert len(written["choices"]) == 9
 
     asked = len(timer.asked)
     assert main(command) == 0
     assert len(timer.asked) == asked
     assert capsys.readouterr().out.count("(cached: triton/") == 9
-    assert parse(report.read_text())[1] == choices
+    assert json.loads(report.read_text()) == written
 
     assert main([*command, "--again"]) == 0
     assert len(timer.asked) == 2 * asked
-    assert capsys.readouterr().out.startswith("9 problems, 27 candidates: ")
+    assert capsys.readouterr().out.startswith("9 shapes, 31 candidates: ")
 
 
 def test_tune_begins_nothing_after_its_seconds(timer, capsys, monkeypatch):

@@ -10,7 +10,7 @@ from tests.products import pairwise
 from tpkernels import GPT, GPTConfig, initialize_model_parallel
 from tpkernels.cli.tune import TUNED, SplitModel, model_calls, parsed_shapes
 from tpkernels.dispatch import primitives
-from tpkernels.dispatch.candidates import TARGET_GPUS, candidates
+from tpkernels.dispatch.candidates import TARGET_GPUS, candidates, tune_key
 from tpkernels.dispatch.products import PRODUCTS
 
 
@@ -43,7 +43,7 @@ def test_every_model_is_split_over_a_node_or_says_why_not(name):
 
 def test_llama_asks_for_these():
     calls = model_calls(SplitModel("llama3-8b", 8), torch.bfloat16, training=False)
-    found = [record.problem(*arguments) for record, arguments in calls]
+    found = [tune_key(record, *arguments) for record, arguments in calls]
     assert [(p.step, p.tokens, p.out_features, p.in_features) for p in found] == [
         ("linear", 8192, 512, 4096),
         ("linear", 8192, 128, 4096),
@@ -60,15 +60,15 @@ def test_choosing_for_a_model_fits_into_half_a_minute_a_shape(ranks):
     """By the average time that compiling took, 1.7 s; where it takes longer some stay untried."""
     for tokens in (512, 8192):
         for record, arguments in model_calls(SplitModel("llama3-8b", ranks, tokens), torch.bfloat16, True):
-            found = candidates(record, record.problem(*arguments), TARGET_GPUS["h100"])
+            found = candidates(record, tune_key(record, *arguments), TARGET_GPUS["h100"])
             assert 1.7 * sum(one.tile is not None for one in found) < 25, record.name
 
 
 def test_biases_are_those_of_the_model():
     def biased(name, ranks):
         calls = model_calls(SplitModel(name, ranks), torch.bfloat16, training=False)
-        problems = [record.problem(*arguments) for record, arguments in calls]
-        return ["bias" in problem.options for problem in problems if problem.step == "linear"]
+        keys = [tune_key(record, *arguments) for record, arguments in calls]
+        return ["bias" in key.options for key in keys if key.step == "linear"]
 
     # queries, keys and values, output, down, up, chunks of the head: sums of ranks get their bias later
     assert biased("qwen2.5-7b", 1) == [True, True, False, False, False, False]
@@ -85,7 +85,7 @@ GPTS = {
 }
 
 
-def problems_of_a_step(kind: str, tokens: int, fused: bool) -> list[str]:
+def keys_of_a_step(kind: str, tokens: int, fused: bool) -> list[str]:
     """Their keys, once each. Without overlap each product is of all tokens."""
     initialize_model_parallel(torch.distributed.get_world_size())
     options = {"sequence_parallel": True, "gradient_accumulation_fusion": fused, "overlap": False}
@@ -100,7 +100,7 @@ def problems_of_a_step(kind: str, tokens: int, fused: bool) -> list[str]:
     def seen(name, real):
         @wraps(real)
         def call(*args):
-            posed.append(PRODUCTS[name].problem(*args).key)
+            posed.append(str(tune_key(PRODUCTS[name], *args)))
             return real(*args)
 
         return call
@@ -108,7 +108,7 @@ def problems_of_a_step(kind: str, tokens: int, fused: bool) -> list[str]:
     def into(primitive, out, *args):
         name = primitive.__name__
         if name in PRODUCTS:
-            posed.append(PRODUCTS[name].problem(*args, out=out).key)
+            posed.append(str(tune_key(PRODUCTS[name], *args, out=out)))
         real_into(primitive, out, *args)
 
     calls = {name: seen(name, getattr(primitives, name)) for name in PRODUCTS}
@@ -121,9 +121,9 @@ def problems_of_a_step(kind: str, tokens: int, fused: bool) -> list[str]:
 def test_products_are_those_that_a_step_computes(ranks, tokens, kind, request, monkeypatch):
     """Of a model on real ranks, with weight gradients of its own and added to `main_grad`."""
     pool = request.getfixturevalue(f"ranks{ranks}")
-    posed = [pool.run(problems_of_a_step, kind, tokens, fused) for fused in (False, True)]
+    posed = [pool.run(keys_of_a_step, kind, tokens, fused) for fused in (False, True)]
     assert [other for one in posed for other in one if other != one[0]] == [], "all ranks alike"
     monkeypatch.setitem(TUNED, kind, GPTS[kind])
     calls = model_calls(SplitModel(kind, ranks, tokens), torch.bfloat16, training=True)
-    listed = {record.problem(*arguments).key for record, arguments in calls}
+    listed = {str(tune_key(record, *arguments)) for record, arguments in calls}
     assert sorted(listed) == sorted({*posed[0][0], *posed[1][0]})

@@ -8,9 +8,8 @@ from time import perf_counter
 import pytest
 import torch
 
+from tpkernels.dispatch.autotune import Autotuner
 from tpkernels.dispatch.cache import Cache, Versions
-from tpkernels.dispatch.candidates import TargetGpu
-from tpkernels.dispatch.chooser import Chooser
 from tpkernels.dispatch.timing import Times
 from tpkernels.kernels.target import INTERPRETER
 
@@ -25,19 +24,33 @@ class FakeTimer:
     milliseconds: Mapping[str, float]  # by the beginning of a name
     asked: list[list[str]] = field(default_factory=list)
     on_gpu: Mapping[str, float] | None = None  # None: as long
+    company: str = ""
 
     def __call__(self, runs: Mapping[str, Callable[[], object]]) -> Times:
         self.asked.append(list(runs))
         both = self.milliseconds, self.on_gpu or self.milliseconds
-        return Times(*({name: _of(name, each) for name in runs} for each in both))
+        return Times(*({name: _of(name, each) for name in runs} for each in both), self.company)
 
 
 def _of(name: str, milliseconds: Mapping[str, float]) -> float:
     return next(ms for beginning, ms in milliseconds.items() if name.startswith(beginning))
 
 
-MakeChooser = Callable[..., Chooser]
-TRITON_WINS = {"triton/descriptor": 1.0, "triton/pointer": 2.0, "torch": 3.0, "addmm": 3.0}
+MakeTuner = Callable[..., Autotuner]
+TRITON_WINS = {"triton/descriptor": 1.0, "triton/pointer": 2.0, "torch": 3.0, "addmm": 3.0, "mm+": 3.0}
+
+
+def call(tuner, record, *arguments, out=()):
+    """Compute a primitive by the candidate that is chosen for its arguments."""
+    return tuner.way_of(record, arguments, out)(*([out] if out else []), *arguments)
+
+
+def known(tuner, record, *arguments):
+    return tuner.known(tuner.request(record, arguments))
+
+
+def timed(tuner, record, *arguments, **options):
+    return tuner.timed(tuner.request(record, arguments), **options)
 
 
 def need_interpreter() -> None:
@@ -52,19 +65,23 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def make_chooser(tmp_path: Path) -> MakeChooser:
-    """A chooser whose process has just begun, on the cache of this test."""
+def make_tuner(tmp_path: Path) -> MakeTuner:
+    """An autotuner whose process has just begun, on the cache of this test."""
     need_interpreter()
 
     def make(
         timer: Callable[..., Times] | None = None,
-        obstacle: str | Callable[[torch.device], str | None] | None = None,
+        not_now: str | Callable[[torch.device], str] = "",
         clock: Callable[[], float] = perf_counter,
         folder: Path = tmp_path,
         versions: Versions = VERSIONS,
-    ) -> Chooser:
-        gpu, cache = TargetGpu(versions.gpu, INTERPRETER), Cache(folder, versions)
-        stands = obstacle if callable(obstacle) else lambda device: obstacle
-        return Chooser(CPU, gpu, timer or FakeTimer(TRITON_WINS), cache, stands, clock)
+        announces: bool = False,
+    ) -> Autotuner:
+        why = not_now if callable(not_now) else lambda device: not_now
+        cache = Cache(folder, versions)
+        tuner = Autotuner(CPU, INTERPRETER, timer or FakeTimer(TRITON_WINS), cache, why, clock)
+        if not announces:
+            tuner._logged.add("")  # as after the first choice
+        return tuner
 
     return make

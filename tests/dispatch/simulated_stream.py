@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
+
+from tpkernels.dispatch.timing import QUIET_SECONDS
 
 FLUSH = 0.04  # milliseconds, as 100 MB take on an H100's memory by its data sheet
 
 
 class SimulatedStream:
-    """Milliseconds throughout; `clock` is the host's, in seconds."""
+    """Milliseconds throughout; `clock` is the host's, in seconds.
 
-    def __init__(self, launch: float = 0.005) -> None:
+    noise: the standard deviation of times of the GPU, as a part of them
+    in_flight: until when other work of the process runs
+    """
+
+    def __init__(
+        self, launch: float = 0.005, noise: float = 0.0, in_flight: float = 0.0, seed: int = 0
+    ) -> None:
+        self.noise, self.in_flight, self.draw = noise, in_flight, Random(seed)
         self.now = 0.0
         self.done = 0.0  # when the GPU is through with all that it was given
         self.launch = launch
@@ -23,10 +33,16 @@ class SimulatedStream:
     def enqueue(self, on_host: float, on_gpu: float) -> None:
         """A kernel: it begins once it is launched, and those before it have ended."""
         self.now += on_host
-        self.done = max(self.done, self.now) + on_gpu
+        noisy = on_gpu * max(0.2, 1 + self.noise * self.draw.gauss(0, 1))
+        beside = 2 if self.now < self.in_flight else 1  # work of which half of the SMs are taken
+        self.done = max(self.done, self.now) + beside * noisy
 
     def kernel(self, on_host: float, on_gpu: float) -> Callable[[], None]:
         return lambda: self.enqueue(on_host, on_gpu)
+
+    def is_quiet(self) -> bool:
+        self.now = min(max(self.now, self.in_flight), self.now + 1e3 * QUIET_SECONDS)
+        return self.now >= self.in_flight
 
     def hold(self, milliseconds: float) -> None:
         self.held.append(milliseconds)
@@ -36,17 +52,14 @@ class SimulatedStream:
         self.enqueue(self.launch, FLUSH)
 
     def mark(self) -> SimulatedMark:
-        return SimulatedMark(self)
+        self.enqueue(self.launch, 0.0)
+        return SimulatedMark(self, self.done)
 
 
 @dataclass
 class SimulatedMark:
     stream: SimulatedStream
-    at: float = 0.0
-
-    def record(self) -> None:
-        self.stream.enqueue(self.stream.launch, 0.0)
-        self.at = self.stream.done
+    at: float
 
     def query(self) -> bool:
         return self.at <= self.stream.now
@@ -65,7 +78,7 @@ class NeverHeld(SimulatedStream):
         pass
 
     def mark(self) -> SimulatedMark:
-        return UnlookedAt(self)
+        return UnlookedAt(self, super().mark().at)
 
 
 class UnlookedAt(SimulatedMark):

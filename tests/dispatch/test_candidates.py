@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tpkernels.dispatch import candidates as module
-from tpkernels.dispatch.candidates import TARGET_GPUS, candidates
-from tpkernels.dispatch.problem import layout_class, token_class
+from tpkernels.dispatch import one_pass
+from tpkernels.dispatch.candidates import TARGET_GPUS, candidates, layout_class, token_class, tune_key
 from tpkernels.dispatch.products import PRODUCTS, dgrad, linear
 from tpkernels.dispatch.record import Layer
 from tpkernels.kernels.matmul_tile import MatmulTile
@@ -18,7 +18,7 @@ BIG = Layer(8192, 4096, 4096)
 
 def posed(step, layer):
     record = PRODUCTS[step]
-    return record, record.problem(*record.sample(layer))
+    return record, tune_key(record, *record.sample(layer))
 
 
 def names(step, layer, gpu="h100"):
@@ -47,12 +47,13 @@ def test_descriptors_are_for_hopper_and_aligned_16_bit_operands():
 @pytest.mark.parametrize(
     "layer", [(64, 64, 64, torch.float64), (0, 64, 64), (64, 0, 64), (64, 64, 0)], ids=str
 )
-def test_a_dtype_without_kernels_and_an_empty_problem_leave_torch(layer):
+def test_a_dtype_without_kernels_and_an_empty_shape_leave_torch(layer):
     assert names("wgrad", Layer(*layer)) == ["torch"]
 
 
 def test_without_triton_torch_is_left(monkeypatch):
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    for file in (module, one_pass):
+        monkeypatch.setattr(file, "find_spec", lambda name: None)
     assert names("glu", BIG) == ["torch"]
 
 
@@ -162,13 +163,13 @@ KEYS = {  # and the result's sizes, and its depth
 
 @pytest.mark.parametrize("step", PRODUCTS)
 def test_key_names_all_that_matters(step):
-    problem = PRODUCTS[step].problem(*PRODUCTS[step].sample(Layer(4096, 1024, 512, activation="gelu_tanh")))
-    key, product, depth = KEYS[step]
-    assert (problem.key, problem.product, problem.depth) == (f"{step} bfloat16 {key}", product, depth)
+    key = tune_key(PRODUCTS[step], *PRODUCTS[step].sample(Layer(4096, 1024, 512, activation="gelu_tanh")))
+    text, product, depth = KEYS[step]
+    assert (str(key), key.product, key.depth) == (f"{step} bfloat16 {text}", product, depth)
 
 
 def _layout(tensor):
-    return layout_class(dgrad.problem(tensor, torch.empty(tensor.shape[1], 8)).layouts[0])
+    return layout_class(tune_key(dgrad, tensor, torch.empty(tensor.shape[1], 8)).layouts[0])
 
 
 def test_layouts_are_told_apart():
@@ -194,6 +195,6 @@ def test_tokens_are_rounded_up_into_few_classes():
     assert len({token_class(tokens) for tokens in range(1, 2**17)}) < 70
     # Or the same key would have other candidates from one batch to the next.
     for tokens in (4097, 4500, 5120):
-        problem = linear.problem(*linear.sample(Layer(tokens, 64, 64)))
-        assert problem.key.startswith("linear bfloat16 5120x64x64")
-        assert problem.product == (5120, 64)
+        key = tune_key(linear, *linear.sample(Layer(tokens, 64, 64)))
+        assert str(key).startswith("linear bfloat16 5120x64x64")
+        assert key.product == (5120, 64)

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
-from tests.dispatch.conftest import TRITON_WINS, FakeTimer
+from tests.dispatch.conftest import TRITON_WINS, FakeTimer, call
 from tests.kernels.checks import assert_written, rows_for
 from tests.products import pairwise
 from tests.segments import in_op
 from tpkernels.dispatch import backends, norms, primitives, products, vocabulary
+from tpkernels.dispatch.candidates import tune_key
+from tpkernels.dispatch.checking import results_of, scratch_like
 from tpkernels.dispatch.record import Layer
-from tpkernels.dispatch.soundness import results_of, scratch_like
 from tpkernels.kernels import invariance
 from tpkernels.kernels.activations import ACTIVATIONS
 
@@ -26,13 +27,13 @@ FUNCTIONS = {
     for name in primitives.RECORDS
 }
 COMPILED = [name for name, record in primitives.RECORDS.items() if not record.changes_first]
-WRITING = [name for name, record in products.PRODUCTS.items() if record.into is not None]
+WRITING = [name for name, record in products.PRODUCTS.items() if name not in ("wgrad", "wgrad_accumulate_")]
 LAYERS = {
     "training": {"activation": "gelu_tanh"},
     "inference": {"activation": "relu", "training": False},
     "plain": {"activation": "none", "bias": False, "glu": "geglu"},
 }
-WINNERS = ["triton/descriptor", "triton/pointer", "torch", "addmm"]
+WINNERS = ["triton/descriptor", "triton/pointer", "torch", "addmm", "mm+"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -60,15 +61,15 @@ def assert_close(ours, torchs, bound):
 
 
 @pairwise(name=list(products.PRODUCTS), winner=WINNERS, layer=list(LAYERS), dtype=list(BOUND))
-def test_chosen_candidate_computes_what_torch_does(name, winner, layer, dtype, make_chooser):
-    record, chooser = RECORDS[name], make_chooser(FakeTimer({winner: 1.0, "": 2.0}))
+def test_chosen_candidate_computes_what_torch_does(name, winner, layer, dtype, make_tuner):
+    record, tuner = RECORDS[name], make_tuner(FakeTimer({winner: 1.0, "": 2.0}))
     arguments = samples(record, Layer(T, N, K, dtype, **LAYERS[layer]))
     with torch.no_grad():
-        results = results_of(record, lambda *given: chooser.call(record, *given), arguments)
+        results = results_of(record, lambda *given: call(tuner, record, *given), arguments)
         assert_close(results, results_of(record, record.by_torch, arguments), BOUND[dtype])
         if name in WRITING:
             out, around = rows_for(results)
-            chooser.call_into(record, out, *arguments)
+            call(tuner, record, *arguments, out=out)
             assert_written(out, around, results)
 
 
@@ -96,7 +97,7 @@ def test_each_activation_has_the_same_bits_in_given_tensors(activation):
             with torch.no_grad():
                 results = results_of(RECORDS[name], RECORDS[name].by_torch, arguments)
                 out, around = rows_for(results)
-                RECORDS[name].into(out, *arguments)
+                RECORDS[name].torch.into(out, *arguments)
             assert_written(out, around, results)
 
 
@@ -114,22 +115,22 @@ def test_given_tensors_are_no_way_for_autograd():
         primitives.into(primitives.linear, [torch.empty(T, N)], x, w, None, "none", False)
 
 
-def test_what_is_given_is_part_of_the_problem(make_chooser):
+def test_what_is_given_is_part_of_the_problem(make_tuner):
     """The same choice as for new results, but where descriptors cannot reach what is given."""
     timer = FakeTimer(TRITON_WINS)
-    chooser, record = make_chooser(timer), products.dgrad
+    tuner, record = make_tuner(timer), products.dgrad
     dy, w = torch.randn(T, N).bfloat16(), torch.randn(N, K).bfloat16()
-    chooser.call(record, dy, w)
+    call(tuner, record, dy, w)
     rows, flat = torch.empty(3, T, K, dtype=dy.dtype), torch.empty(T * K + 1, dtype=dy.dtype)
-    chooser.call_into(record, [rows[1]], dy, w)
+    call(tuner, record, dy, w, out=[rows[1]])
     assert len(timer.asked) == 1
-    chooser.call_into(record, [flat[1:].view(T, K)], dy, w)
+    call(tuner, record, dy, w, out=[flat[1:].view(T, K)])
     assert len(timer.asked) == 2
     assert not any("descriptor" in name for name in timer.asked[1])
     torch.testing.assert_close(flat[1:].view(T, K), rows[1], rtol=1e-2, atol=1e-2)
     pair = [rows[1], flat[1:].view(T, K)]  # any of several decides
-    problem = products.linear.problem(dy, w.T.contiguous(), None, "gelu", True, out=pair)
-    assert problem.key.endswith("gelu+z rows,rows,ragged")
+    key = tune_key(products.linear, dy, w.T.contiguous(), None, "gelu", True, out=pair)
+    assert str(key).endswith("gelu+z rows,rows,ragged")
 
 
 # torch checks a schema by sums with its inputs, which it does not know of fp8
@@ -168,7 +169,7 @@ def test_operator_of_a_primitive_has_no_derivative():
 @pytest.mark.gpu
 def test_library_operators_of_the_gpu_agree_with_torch():
     x, w, b = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((64, 32), (48, 32), (48,)))
-    ways = products.linear.library[0].run, products.linear.by_torch
+    ways = products.linear.library[1].run, products.linear.by_torch
     ours, torchs = (way(x, w, b, "gelu_tanh", False)[0] for way in ways)
     assert_close([ours], [torchs], BOUND[torch.bfloat16])
     main, naive = torch.ones(2, 48, 32, device="cuda")
@@ -233,17 +234,16 @@ def test_what_kernels_do_not_take_is_torchs_on_a_gpu(name, dtype, width, ours, r
 
 def test_float64_is_dequantized_by_torch():
     data, scale = torch.ones(2, K).to(torch.float8_e4m3fn), torch.ones(2, 1)
-    takes = primitives.RECORDS["dequantize"].takes
-    assert takes is not None
+    takes = primitives.RECORDS["dequantize"].on_gpu
     assert takes(data, scale, "bfloat16")
     assert not takes(data, scale, "float64")
 
 
-def test_chooser_is_asked_unless_batches_must_not_matter(monkeypatch, make_chooser):
+def test_tuner_is_asked_unless_batches_must_not_matter(monkeypatch, make_tuner):
     monkeypatch.setattr(backends, "backend", "elsewhere")
     timer = FakeTimer(TRITON_WINS)
-    chooser = make_chooser(timer)
-    monkeypatch.setattr(primitives, "chooser_on", lambda device: chooser)
+    tuner = make_tuner(timer)
+    monkeypatch.setattr(primitives, "autotuner_on", lambda device: tuner)
     dy, w = torch.randn(T, N), torch.randn(N, K)
     for resolved, timings in (("invariant", 0), ("fastest", 1), ("triton", 1), ("torch", 1)):
         monkeypatch.setattr(backends, "resolve_backend", lambda device, resolved=resolved: resolved)
@@ -286,10 +286,10 @@ def test_tp_invariance_takes_kernels_on_gpus_and_torch_on_cpus(resolved):
     with in_op(8):
         assert resolved() == ("invariant", [])
         assert resolved(torch.device("cpu")) == ("torch", [])
-        assert products.bias_grad.takes(dy), "torch's order of rows depends on the columns"
-        assert not products.bias_grad.takes(dy.double())
+        assert products.bias_grad.on_gpu(dy), "torch's order of rows depends on the columns"
+        assert not products.bias_grad.on_gpu(dy.double())
     assert resolved() == ("fastest", [])
-    assert not products.bias_grad.takes(dy)
+    assert not products.bias_grad.on_gpu(dy)
 
 
 def test_unknown_backend_is_refused(monkeypatch):

@@ -5,11 +5,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.dispatch.conftest import CPU, FakeTimer
+from tests.dispatch.conftest import call as tuned
 from tests.kernels.checks import assert_written, rows_for
 from tests.products import once, pairwise
-from tpkernels.dispatch.candidates import TARGET_GPUS, candidates
+from tpkernels.dispatch.candidates import TARGET_GPUS, candidates, tune_key
+from tpkernels.dispatch.checking import FP8_BOUND, ROUNDING, bound_of, mismatch, scratch_like
 from tpkernels.dispatch.scaled import scaled_linear
-from tpkernels.dispatch.soundness import FP8_BOUND, ROUNDING, bound_of, mismatch, scratch_like
 from tpkernels.kernels.activations import ACTIVATIONS
 from tpkernels.kernels.scaled import BLOCK, Scaled, empty_words
 
@@ -41,8 +42,8 @@ def call(
 
 
 def names(gpu="h100", **options):
-    problem = scaled_linear.problem(*call(**options))
-    return [candidate.name for candidate in candidates(scaled_linear, problem, TARGET_GPUS[gpu])]
+    key = tune_key(scaled_linear, *call(**options))
+    return [candidate.name for candidate in candidates(scaled_linear, key, TARGET_GPUS[gpu])]
 
 
 KEYS = [
@@ -61,14 +62,14 @@ KEYS = [
 
 @pytest.mark.parametrize(("options", "key"), KEYS)
 def test_key_names_all_that_matters_and_no_layout_of_scales(options, key):
-    assert scaled_linear.problem(*call(**options)).key == f"scaled_linear {key}"
+    assert str(tune_key(scaled_linear, *call(**options))) == f"scaled_linear {key}"
 
 
-def test_problem_knows_the_dtype_of_the_result():
-    problem = scaled_linear.problem(*call(dtype="float16"))
-    assert (problem.dtype, problem.result) == (torch.float8_e4m3fn, torch.float16)
-    assert problem.layouts[-1].itemsize == 2
-    assert bound_of(problem) == pytest.approx(FP8_BOUND + 3.6 * ROUNDING[torch.float16])
+def test_key_knows_the_dtype_of_the_result():
+    key = tune_key(scaled_linear, *call(dtype="float16"))
+    assert (key.dtype, key.result) == (torch.float8_e4m3fn, torch.float16)
+    assert key.layouts[-1].itemsize == 2
+    assert bound_of(key) == pytest.approx(FP8_BOUND + 3.6 * ROUNDING[torch.float16])
 
 
 LARGE, USUAL, SMALL = "128x256x128-w8-s4-p4-flat", "128x128x128-w8-s4-p2-flat", "64x128x128-w4-s3-p2-x2"
@@ -162,25 +163,25 @@ FAULTS = {  # of which operand, and what becomes of it
 @pairwise(fault=FAULTS, dtype=["bfloat16", "float32"], scaling=["rows", "blocks"])
 def test_a_planted_fault_is_unsound(fault, dtype, scaling):
     options = {"scaling": scaling, "dtype": dtype, "activation": "none"}
-    arguments, problem = scratch(**options), scaled_linear.problem(*call(**options))
+    arguments, key = scratch(**options), tune_key(scaled_linear, *call(**options))
     expected = scaled_linear.by_torch(*arguments)
-    assert mismatch(expected, expected, problem) is None
+    assert mismatch(expected, expected, key) is None
     which, spoil = fault
     broken = [spoil(one) if number == which else one for number, one in enumerate(arguments)]
-    assert mismatch(scaled_linear.by_torch(*broken), expected, problem)
+    assert mismatch(scaled_linear.by_torch(*broken), expected, key)
 
 
 OPTIONS = [{}, {"scaling": "blocks"}, {"formats": ("e5m2", "e4m3")}]
 
 
 @once(winner=["triton/descriptor", "triton/pointer", "torch"], options=OPTIONS)
-def test_chosen_candidate_computes_what_torch_does(winner, options, make_chooser):
-    chooser = make_chooser(FakeTimer({winner: 1.0, "": 2.0}))
+def test_chosen_candidate_computes_what_torch_does(winner, options, make_tuner):
+    tuner = make_tuner(FakeTimer({winner: 1.0, "": 2.0}))
     arguments = scratch(tokens=40, out_features=72, **options)
-    ours, torchs = chooser.call(scaled_linear, *arguments), scaled_linear.by_torch(*arguments)
-    assert mismatch(ours, torchs, scaled_linear.problem(*call(**options))) is None
+    ours, torchs = tuned(tuner, scaled_linear, *arguments), scaled_linear.by_torch(*arguments)
+    assert mismatch(ours, torchs, tune_key(scaled_linear, *call(**options))) is None
     out, around = rows_for(ours)
-    chooser.call_into(scaled_linear, out, *arguments)
+    tuned(tuner, scaled_linear, *arguments, out=out)
     assert_written(out, around, ours)
 
 
@@ -209,13 +210,13 @@ def summed(x, weight, promote_every):
     return total
 
 
-def test_bounds_of_soundness_are_those_of_emulated_sums():
+def test_bounds_are_those_of_emulated_sums():
     """Sums of few bits pass as fast at any depth, and are no promoted ones where that is deep."""
     depth = 65536
     x, w, x_scale, w_scale, *_ = scratch_like(call(16, 16, depth), depth, CPU)
     exact = scaled_linear.by_torch(x, w, x_scale, w_scale, None, "none", False, "float32", False)
     of = {"dtype": "float32", "activation": "none", "keep_z": False, "in_features": depth}
-    fast, promoted = (scaled_linear.problem(*call(fast=one, **of)) for one in (True, False))
+    fast, promoted = (tune_key(scaled_linear, *call(fast=one, **of)) for one in (True, False))
     few, carried = (((summed(x, w, every) * x_scale * w_scale.t()).float(), None) for every in (depth, BLOCK))
     assert mismatch(few, exact, fast) is None
     assert "result 0 is off by" in mismatch(few, exact, promoted)
@@ -232,20 +233,22 @@ def test_torchs_product_promotes_unless_it_is_told_not_to(monkeypatch, fast):
 
     scaled_mm = torch._scaled_mm
     monkeypatch.setattr(torch, "_scaled_mm", spied)
-    scaled_linear.library[0].run(*scratch(activation="none", in_features=1024, fast=fast))
+    scaled_linear.library[1].run(*scratch(activation="none", in_features=1024, fast=fast))
     assert told == [fast]
 
 
 @pairwise(activation=ACTIVATIONS, keep_z=[True, False], way=["torch", "scaled_mm"])
 def test_ways_of_torch_agree_and_write_the_same_bits(way, keep_z, activation):
     arguments = scratch(activation=activation, keep_z=keep_z, in_features=1024)
-    problem = scaled_linear.problem(*call(activation=activation, keep_z=keep_z))
-    library = scaled_linear.library[0]
+    key = tune_key(scaled_linear, *call(activation=activation, keep_z=keep_z))
+    library = scaled_linear.library[1]
     run, into = (
-        (library.run, library.into) if way == "scaled_mm" else (scaled_linear.by_torch, scaled_linear.into)
+        (library.run, library.into)
+        if way == "scaled_mm"
+        else (scaled_linear.by_torch, scaled_linear.torch.into)
     )
     results = run(*arguments)
-    assert mismatch(results, scaled_linear.by_torch(*arguments), problem) is None
+    assert mismatch(results, scaled_linear.by_torch(*arguments), key) is None
     out, around = rows_for(results)
     into(out, *arguments)
     assert_written(out, around, results)

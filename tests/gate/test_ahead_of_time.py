@@ -28,6 +28,7 @@ LINEAR = entry_of("linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bia
 POINTER = entry_of("linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z")
 WAITING = entry_of("linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z+wait")
 SCATTER_LINEAR = entry_of("scatter_linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/two+depth_first")
+ELEMENTWISE = entry_of("glu_grad/pointer/bf16/32x128/swiglu")
 
 
 FP8_TILE = "128x128x128-w8-s4-p2-flat"
@@ -51,10 +52,13 @@ SOUND = {
         "sm_89",
     ),
     "amd": (entry_of("sum_rows/pointer/bf16/512x128"), "gfx942"),
+    "elementwise": (ELEMENTWISE, "sm_90"),
+    "elementwise_on_amd": (entry_of(f"gfx942/{ELEMENTWISE.name}"), "gfx942"),
 }
 FLAT = {"FLATTEN": True}
 FAULTS = {  # name -> (entry with a fault planted, architecture)
     "lost_alignment": (replace(POINTER, aligned=frozenset()), "sm_90"),
+    "elements_one_by_one": (replace(ELEMENTWISE, aligned=frozenset()), "sm_90"),
     "wait_that_loads_ahead": (replace(WAITING, constants=WAITING.constants | FLAT), "sm_90"),
     "scatter_that_loads_ahead": (replace(SCATTER_LINEAR, constants=SCATTER_LINEAR.constants | FLAT), "sm_90"),
     "serialised_wgmma": (replace(LINEAR, num_stages=1), "sm_90"),
@@ -107,6 +111,7 @@ def test_each_planted_fault_is_seen_by_its_cause(told):
     failures = broken(told, "lost_alignment")
     assert "16-byte alignment lost: K, N, T, b_ptr, stride_wn, stride_xt, w, x, y, z" in failures
     assert "no LDGSTS.128" in failures
+    assert {"no LDG.128", "no STG.128"} < {*broken(told, "elements_one_by_one")}
     assert any(failure.startswith("wgmma serialised") for failure in broken(told, "serialised_wgmma"))
     assert "a flattened loop loads rows before they are there" in told("wait_that_loads_ahead")
     assert "a flattened loop waits for each load" in told("scatter_that_loads_ahead")

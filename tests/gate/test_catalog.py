@@ -158,7 +158,7 @@ def test_parts_in_a_row_are_named_and_half_a_part_is_not():
 
 def test_a_new_primitive_is_compiled_and_checked_by_its_record_alone(monkeypatch):
     """Its kernel stands in for a new one; a wrong one is seen."""
-    toy = replace(products.bias_grad, name="toy")
+    toy = replace(products.bias_grad, schema="toy(Tensor dy) -> db")
     monkeypatch.setitem(primitives.RECORDS, "toy", toy)
     catalog.cache_clear()
     entry = next(entry for entry in catalog() if entry.name.startswith("toy/"))

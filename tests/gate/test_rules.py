@@ -138,6 +138,7 @@ OURS = {  # entry -> its rules beside those of all and "aligned"
     f"scatter_linear/descriptor/bf16/{TILE}/one": PRODUCT | {"uses:STG.128", "flags_after_rows"},
     "softmax_statistics/pointer/bf16/2048": {"uses:LDG.128"},
     "cross_entropy_grad/pointer/bf16/2048": {"uses:LDG.128"},
+    "glu_grad/pointer/bf16/32x128/swiglu": {"uses:LDG.128", "uses:STG.128"},
     f"scaled_linear/descriptor/fp8e4nv/{TILE_FP8}/gelu_tanh+bias+z": PRODUCT_FP8 | {"fp8:promoted"},
     f"scaled_linear/descriptor/fp8e4nv/{TILE_FP8}/gelu_tanh+bias+z+fast": PRODUCT_FP8 | {"fp8:fast"},
 }

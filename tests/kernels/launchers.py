@@ -44,7 +44,7 @@ def computed(name: str, call: Call, **how: Any) -> tuple[Tensor | None, ...]:
 def exact(name: str, call: Mapping[str, Any]) -> tuple[Tensor | None, ...]:
     """By torch, in the dtype of the arguments."""
     record = PRODUCTS[name]
-    return _tupled((record.oracle or record.by_torch)(*call.values()))
+    return _tupled(record.by_torch(*call.values()))
 
 
 def _tupled(results: Any) -> Any:

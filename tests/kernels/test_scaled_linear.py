@@ -8,8 +8,8 @@ import torch
 
 from tests.kernels.checks import EMPTY_SHAPES
 from tests.products import once
+from tpkernels.dispatch.checking import FP8_BOUND
 from tpkernels.dispatch.scaled import scaled_linear
-from tpkernels.dispatch.soundness import FP8_BOUND
 from tpkernels.gate.numerics import BOUND, relative_error
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import act_ref

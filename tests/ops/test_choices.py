@@ -1,5 +1,6 @@
-"""Which choosers are given the store of the world, and when."""
+"""Which autotuners are given the store of the world, and when."""
 
+from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
@@ -13,20 +14,22 @@ from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.flag_waits import FLAG_KERNELS, FlagKernels
 
 
-class Chooser:
+class Tuner:
     def __init__(self):
-        self.given = []
+        self.given, self.extended = [], []
 
-    def agree_through(self, store):
+    def agree_through(self, store, extend_waits):
         self.given.append(store)
+        extend_waits(timedelta(seconds=30))
 
 
 @pytest.fixture
-def chooser(monkeypatch):
-    made = Chooser()
-    monkeypatch.setattr(primitives, "chooser_on", lambda device: made)
+def tuner(monkeypatch):
+    made = Tuner()
+    monkeypatch.setattr(primitives, "autotuner_on", lambda device: made)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: "the store")
+    monkeypatch.setattr(distributed_c10d, "_add_ephemeral_timeout_for_all_pgs", made.extended.append)
     return made
 
 
@@ -34,10 +37,11 @@ def chooser(monkeypatch):
     ("device", "resolved", "given"),
     [("cuda", "fastest", ["the store"]), ("cuda", "torch", []), ("cpu", "fastest", [])],
 )
-def test_the_chooser_of_a_gpu_is_given_the_worlds_store(device, resolved, given, chooser, monkeypatch):
+def test_the_autotuner_of_a_gpu_is_given_the_worlds_store(device, resolved, given, tuner, monkeypatch):
     monkeypatch.setattr(backends, "resolve_backend", lambda device: resolved)
     FLAG_KERNELS.agree_choices(torch.device(device))
-    assert chooser.given == given
+    assert tuner.given == given
+    assert tuner.extended == [timedelta(seconds=30)] * len(given)
 
 
 @on_ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -26,7 +27,7 @@ from tpkernels.comm.calls import handshake
 from tpkernels.comm.transports import c10d, select
 from tpkernels.comm.transports.mailbox import Opening
 from tpkernels.comm.transports.rows import Gather
-from tpkernels.dispatch import chooser, primitives
+from tpkernels.dispatch import autotune, primitives
 from tpkernels.dispatch.cache import Cache, Choice, Versions
 from tpkernels.kernels import dglu, linear, reduce, scatter_linear, tiles
 from tpkernels.kernels.matmul_tile import MatmulTile
@@ -58,7 +59,7 @@ class Table(Trial):
     def __init__(self, times: Mapping[str, tuple[float, ...]], broken: Mapping[str, str]) -> None:
         """broken: how a way fails on the last rank"""
         self.times, self.broken = times, broken if dist.get_rank() == dist.get_world_size() - 1 else {}
-        self.runs, self.is_open = dict.fromkeys(times, 0), False  # memory
+        self.runs, self.is_open, self.quiet = dict.fromkeys(times, 0), False, True  # memory, and a GPU
 
     def open(self, way: Way) -> None:
         if self.broken.get(way.name) == "cannot open":
@@ -75,13 +76,13 @@ class Table(Trial):
             raise RuntimeError("planted in a run")
         return [torch.full((3,), 2.0 if self.broken.get(way.name) == "wrong numbers" else 1.0)]
 
-    def clock(self, name: str, run: Callable[[], object]) -> float:
+    def clock(self, name: str, run: Callable[[], object]) -> tuple[float, float]:
         run()
-        return self.times[name][dist.get_rank()]
+        return 0.0, self.times[name][dist.get_rank()]
 
     def choose(self, tell: Tell, cache: Cache, default: str = ONE, why_not: str = "", step: int = 1) -> Any:
         ways = {way.name: way for way in (Way(1), Way(2), Way(0, in_memory=True))}
-        chooser = WayChooser(KEY, self, tell, self.clock, cache, {})
+        chooser = WayChooser(KEY, self, tell, self.clock, cache, {}, lambda: self.quiet)
         return chooser.choose(list(ways.values())[::step], ways[default], why_not)
 
 
@@ -91,16 +92,17 @@ Found = tuple[
 
 
 def chosen(folder: Path | None, options: Mapping[str, Any]) -> Found:
-    """options: `broken` as of `Table`; `cached`, `why_not` and `default` of each rank"""
-    rank, table = dist.get_rank(), Table(TIMES, options.get("broken", {}))
+    """options: `broken` and `times` as of `Table`; `cached`, `why_not`, `default` and `quiet` of each rank"""
+    rank, table = dist.get_rank(), Table(options.get("times", TIMES), options.get("broken", {}))
     cache = Cache(folder and folder / str(rank), VERSIONS)
     if cached := options.get("cached", ("", ""))[rank]:
-        cache.put(KEY, Choice(cached, {}))
+        cache.put(KEY, Choice(cached, {}, company=options.get("company", "")))
     default, why_not = options.get("default", (ONE, ONE))[rank], options.get("why_not", ("", ""))[rank]
+    table.quiet = options.get("quiet", (True, True))[rank]
     with heard("tpkernels.dispatch") as said:
-        decision = table.choose(tell, cache, default, why_not, step=-1 if rank else 1)
+        way, choice = table.choose(tell, cache, default, why_not, step=-1 if rank else 1)
     dist.barrier()
-    return decision.candidate.name, decision.source, table.runs, table.is_open, said
+    return way.name, choice.source.partition(":")[0], table.runs, table.is_open, said
 
 
 @on_ranks(1)
@@ -111,14 +113,15 @@ def test_a_way_that_fails_with_messages_under_way_is_an_error():
         table.choose(lambda texts: [list(texts)], Cache(None, VERSIONS))
 
 
-def times(of: Mapping[str, float]) -> Callable[[torch.device], Any]:
-    """A clock that says so, whatever the device."""
+def times(of: Mapping[str, float]) -> Callable[[torch.device, Callable[[], None]], Any]:
+    """A clock that says so, whatever the device; ranks meet before each run."""
 
-    def clock(name: str, run: Callable[[], object]) -> float:
+    def clock(meet: Callable[[], None], name: str, run: Callable[[], object]) -> tuple[float, float]:
+        meet()
         run()
-        return of.get(name, 9.0)
+        return of.get(name, 9.0), 0.0
 
-    return lambda device: clock
+    return lambda device, meet: partial(clock, meet)
 
 
 @contextmanager
@@ -127,10 +130,11 @@ def as_on_gpus(of: Mapping[str, float], cache: Cache, opener: Any = open_stand_i
     with (
         using("auto", "triton"),
         patch.object(parallel, "times_on", lambda like: True),
-        patch.object(ways, "cuda_clock", times(of)),
+        patch.object(ways, "clock_on", times(of)),
         patch.object(ways, "cache_on", lambda device: cache),
         patch.object(c10d, "processors_of", lambda device: 1),
         patch.object(ways, "ROUNDS", 1),
+        patch.object(ways, "_announce"),
         patch.dict(select.openers, {"symmetric": opener}),
         heard("tpkernels.choices") as said,
     ):
@@ -222,6 +226,8 @@ CHOSEN: dict[str, tuple[dict[str, Any], str, int, list[str]]] = {
     "one may not time": ({"why_not": ("", "TPKERNELS_TUNE=0")}, ONE + " not timed", 0, []),
     "other defaults": ({"default": (MANY, ONE), "why_not": ("no", "")}, MANY + " not timed", 0, []),
     "one cache": ({"cached": (MANY, MANY)}, MANY + " cached", 0, []),
+    "a cache made in company": ({"cached": (MANY, MANY), "company": "work"}, MEMORY + " timed", RUNS, []),
+    "five in a hundred are too few": ({"times": TIMES | {MEMORY: (9.6, 9.6)}}, ONE + " timed", RUNS, []),
     "other caches": ({"cached": (MANY, ONE)}, MEMORY + " timed", RUNS, []),
     "one rank has no cache": ({"cached": (MANY, "")}, MEMORY + " timed", RUNS, []),
     "a cached way is gone": ({"cached": ("pigeons", "pigeons")}, MEMORY + " timed", RUNS, []),
@@ -238,7 +244,7 @@ def test_all_ranks_choose_alike(ranks2, tmp_path, options, verdict, runs, told):
     for name, source, counts, is_open, _ in found:
         assert f"{name} {source}" == verdict
         assert counts[ONE] == counts[MANY] == runs
-        assert counts[MEMORY] == RUNS if name == MEMORY else counts[MEMORY] <= 1
+        assert counts[MEMORY] == RUNS if name == MEMORY or "times" in options else counts[MEMORY] <= 1
         assert is_open == (name == MEMORY)
     assert bool(list(tmp_path.rglob("*.json"))) == (
         (source == "timed" and "broken" not in options) or "cached" in options
@@ -257,6 +263,16 @@ def test_what_is_chosen_after_a_way_has_failed_stays_out_of_the_file():
     with as_on_gpus(MEMORY_FIRST, kept):
         assert_gathered(8, dist.new_group())
     assert [choice.name for choice in kept.choices.values()] == ["symmetric"]
+
+
+def test_company_of_one_rank_marks_the_choice_of_all(ranks2, tmp_path):
+    ranks2.run(chosen, tmp_path, {"quiet": (True, False)})
+    kept = [Cache(tmp_path / rank, VERSIONS).get(KEY) for rank in "01"]
+    assert [choice and choice.company for choice in kept] == [
+        "work that did not end within 2 s on rank 1"
+    ] * 2
+    for name, source, *_ in ranks2.run(chosen, tmp_path, {}):
+        assert (name, source) == (MEMORY, "timed"), "again"
 
 
 def test_a_choice_is_kept_for_the_next_process(ranks2, tmp_path):
@@ -301,7 +317,7 @@ def test_ops_take_what_was_fastest_and_time_it_once(how, symmetric, told, of_sec
     opener = Mock(wraps=no_symmetric_memory if no_memory else open_stand_in)
     times_of = MEMORY_FIRST | {"symmetric": symmetric}
     obstacles = {
-        "capture": patch.object(chooser, "capturing", lambda device: True),
+        "capture": patch.object(autotune, "capturing", lambda device: True),
         "TUNE=0": patch.dict(os.environ, {"TPKERNELS_TUNE": "0"}),
     }
     with as_on_gpus(times_of, Cache(None, VERSIONS), opener) as said, obstacles.get(how, nullcontext()):
@@ -509,6 +525,38 @@ def test_kernels_that_wait_or_store_take_the_tile_that_was_fastest():
         column_linear(x, unaligned, None, group, sequence_parallel=True)
         assert taken[-1] == "untold"
     assert {choice.name for choice in kept.choices.values()} == {waits, stores}
+
+
+@on_ranks(2)
+def test_ranks_meet_before_each_run_that_is_timed():
+    """A rank that comes late is waited for before the run, and not in it."""
+    prepare(Setting())
+    group, rank, waited_for = dist.new_group(), dist.get_rank(), list[float]()
+
+    def clock(meet: Callable[[], None], name: str, run: Callable[[], object]) -> tuple[float, float]:
+        time.sleep(0.2 * rank)
+        meet()
+        began = time.perf_counter()
+        run()
+        waited_for.append(time.perf_counter() - began)
+        return MEMORY_FIRST.get(name, 9.0), 0.0
+
+    with (
+        as_on_gpus(MEMORY_FIRST, Cache(None, VERSIONS)),
+        patch.object(ways, "clock_on", lambda device, meet: partial(clock, meet)),
+    ):
+        assert_gathered(8, group)
+    assert len(waited_for) == 5
+    assert sorted(waited_for)[2] < 0.15
+
+
+@on_ranks(2)
+def test_log_says_among_how_many_ways_ranks_choose():
+    prepare(Setting())
+    announce = ways._announce
+    with as_on_gpus(MEMORY_FIRST, Cache(None, VERSIONS)) as said, patch.object(ways, "_announce", announce):
+        assert_gathered(8, dist.new_group())
+    assert [line.partition(": ")[2] for line in said[:1]] == ["choosing among 5 ways, 20 s each at most"]
 
 
 @on_ranks(2)

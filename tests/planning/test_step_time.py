@@ -161,7 +161,7 @@ def test_data_sheets():
     assert gpu_named("h100").floor(1.0, 3.35e12) == 1.0  # little work, much memory
     for gpu in RATED_GPUS.values():
         assert gpu.network < gpu.nvlink < gpu.bytes < gpu.flops
-    processors = {name: TARGET_GPUS[name].target.processors for name in RATED_GPUS}
+    processors = {name: TARGET_GPUS[name].processors for name in RATED_GPUS}
     assert {name: gpu.processors for name, gpu in RATED_GPUS.items()} == processors
     with pytest.raises(ValueError, match="gpu: expected one of h200, h100, a100, got 'h1000'"):
         gpu_named("h1000")

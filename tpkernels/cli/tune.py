@@ -16,7 +16,7 @@ import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from math import inf
 from time import monotonic
@@ -25,14 +25,16 @@ from typing import Any, cast
 import torch
 
 from tpkernels.cli import USUAL_TOKENS, BadUse, Progress, bad_use_if, require_packages, written_to
-from tpkernels.dispatch.cache import render, versions_for
-from tpkernels.dispatch.candidates import TARGET_GPUS, TargetGpu, candidates
-from tpkernels.dispatch.chooser import chooser_on
+from tpkernels.dispatch.autotune import autotuner_on
+from tpkernels.dispatch.cache import Choice
+from tpkernels.dispatch.candidates import TARGET_GPUS, candidates, tune_key
 from tpkernels.dispatch.products import PRODUCTS
 from tpkernels.dispatch.record import Layer, Primitive
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF, Activation, Glu
+from tpkernels.kernels.target import Target
 from tpkernels.models.config import MODELS, GPTConfig
 from tpkernels.ops.vocab.linear_cross_entropy import LEAST_TOKENS
+from tpkernels.planning.gpus import GPUS
 from tpkernels.planning.job import Job, RankLayout
 
 PrimitiveCall = tuple[Primitive[..., Any], tuple[Any, ...]]  # a primitive and its arguments
@@ -136,7 +138,7 @@ def primitive_calls(options: Namespace) -> list[PrimitiveCall]:
     for item, named in parsed_shapes(options.shapes).items():
         try:
             for call in _primitive_calls(named, steps, options):
-                calls[call[0].problem(*call[1]).key] = call
+                calls[str(tune_key(call[0], *call[1]))] = call
         except (RuntimeError, TypeError) as error:  # a matrix larger than any address
             said = str(error).partition("\n")[0]  # torch's message, without its stack
             raise ValueError(f"--shapes {item}: {said}") from error
@@ -216,47 +218,49 @@ def _pair(first: Layer, second: Layer) -> PrimitiveCall:
 
 def listed(calls: Sequence[PrimitiveCall], name: str) -> str:
     """Print the candidates of each call on the GPU of this name, and return them as JSON."""
-    gpu = TARGET_GPUS[name]
-    _announce(calls, gpu)
-    print(f"candidates on {gpu.name}, not timed:")
+    target, gpu = TARGET_GPUS[name], GPUS[name].name
+    _announce(calls, target)
+    print(f"candidates on {gpu}, not timed:")
     names = {}
     for record, arguments in calls:
-        problem = record.problem(*arguments)
-        names[problem.key] = [candidate.name for candidate in candidates(record, problem, gpu)]
-        print("\n    ".join([problem.key, *names[problem.key]]))
-    return json.dumps({"gpu": gpu.name, "candidates": names}, indent=1) + "\n"
+        key = tune_key(record, *arguments)
+        names[str(key)] = [candidate.name for candidate in candidates(record, key, target)]
+        print("\n    ".join([str(key), *names[str(key)]]))
+    return json.dumps({"gpu": gpu, "candidates": names}, indent=1) + "\n"
 
 
 def tuned(calls: Sequence[PrimitiveCall], again: bool, seconds: float) -> str:
-    """Time and print the choice for each call; return all choices as the text of a cache file.
+    """Time and print the choice for each call; return all choices that were timed, with their times, as JSON.
 
-    seconds: after this time no further problem is timed
+    seconds: after this time no further shape is timed
     """
-    chooser = chooser_on(torch.device("cuda", torch.cuda.current_device()))
+    tuner = autotuner_on(torch.device("cuda", torch.cuda.current_device()))
     deadline = monotonic() + seconds
-    known = [None if again else chooser.known(*call) for call in calls]
-    unknown = [call for call, decision in zip(calls, known, strict=True) if decision is None]
+    requests = [tuner.request(record, arguments) for record, arguments in calls]
+    known = [None if again else tuner.known(request) for request in requests]
+    # one that was timed beside other work is made again
+    known = [None if choice and choice.company else choice for choice in known]
+    unknown = [call for call, choice in zip(calls, known, strict=True) if choice is None]
     if unknown:
-        _announce(unknown, chooser.gpu)
-    decisions, left = [], []
+        _announce(unknown, tuner.target)
+    choices, left = dict[str, Choice](), []
     with Progress("timing", len(calls)) as step_begins:
-        for (record, arguments), decision in zip(calls, known, strict=True):
-            key = record.problem(*arguments).key
-            step_begins(key)
-            if decision is None and monotonic() >= deadline:
-                left.append(f"{key}: left, --seconds {seconds:g} are over")
+        for request, choice in zip(requests, known, strict=True):
+            step_begins(request.name)
+            if choice is None and monotonic() >= deadline:
+                left.append(f"{request.name}: left, --seconds {seconds:g} are over")
             else:
-                decisions.append(decision or chooser.timed(record, arguments, seconds=inf))
-    print(*decisions, *left, sep="\n")
-    timed = (decision for decision in decisions if decision.milliseconds)
-    return render(versions_for(chooser.gpu.name), {each.key: each.choice for each in timed})
+                choices[request.name] = choice or tuner.timed(request, seconds=inf)
+    print(*(f"{key}: {choice}" for key, choice in choices.items()), *left, sep="\n")
+    timed = {key: choice.as_json() for key, choice in choices.items() if choice.milliseconds}
+    return json.dumps({"versions": asdict(tuner.cache.versions), "choices": timed}, indent=1) + "\n"
 
 
-def _announce(calls: Sequence[PrimitiveCall], gpu: TargetGpu) -> None:
+def _announce(calls: Sequence[PrimitiveCall], target: Target) -> None:
     """Print how much there is to time, and an estimate of the duration."""
-    offered = sum(len(candidates(record, record.problem(*arguments), gpu)) for record, arguments in calls)
+    offered = sum(len(candidates(record, tune_key(record, *args), target)) for record, args in calls)
     minutes = math.ceil(offered * CANDIDATE_SECONDS / 60)
     print(
-        f"{len(calls)} problems, {offered} candidates: at most about {minutes} min "
+        f"{len(calls)} shapes, {offered} candidates: at most about {minutes} min "
         f"({CANDIDATE_SECONDS:g} s a candidate)"
     )

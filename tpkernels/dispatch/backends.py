@@ -2,7 +2,7 @@
 
 TPKERNELS_BACKEND, read when this module is imported, says which:
 
-    auto      torch on the CPU; on a GPU whoever is fastest, see `chooser` (the default)
+    auto      torch on the CPU; on a GPU the fastest candidate, see `autotune` (the default)
     torch     torch everywhere
     triton    Triton everywhere: on the CPU only in its interpreter (TRITON_INTERPRET=1)
 

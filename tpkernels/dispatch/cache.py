@@ -1,16 +1,10 @@
-"""Keeps choices on disk: a JSON file for each GPU and set of versions, shared by the processes of a user.
+"""Choices on disk, and choices that ranks share.
 
-    {"format": 1, "versions": {"gpu": ..., ...}, "choices": {key: {"name": ..., "milliseconds": {...}}}}
+A choice is a small JSON file, in a folder for each GPU and set of versions. It is written elsewhere and
+renamed, so that no process reads half of one. Choices are a help, not a need: a file or a folder that cannot
+be used costs one warning, and its choices are made again.
 
-A choice may also have "captured": who computes the problem in captured graphs, where it is another.
-
-A file is only ever replaced as a whole, under a lock, by the union of what it held and what is new: readers
-never see half of one, and writers lose nothing of each other's. Where there is no lock to be had (on some
-network file systems) two writers at one moment may lose a choice, which is then timed again one day.
-
-A cache is a help, not a need: whatever is wrong with it costs one warning and the choices that it held.
-
-Ranks that compute the same thing must choose the same kernel, or differ in bits. They come to a problem at
+Ranks that compute the same thing must choose the same kernel, or differ in bits. They come to a shape at
 different moments, or never, so no collective can settle it. The first rank to decide publishes its choice in
 a key-value store, where the first value under a key stays; all others take it (`Published`).
 """
@@ -21,14 +15,13 @@ import hashlib
 import json
 import os
 import re
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from uuid import uuid4
 
 import torch
@@ -36,14 +29,9 @@ import torch
 from tpkernels.dispatch.log import warnings
 from tpkernels.files import parsed, read_text
 
-try:
-    import fcntl
-except ImportError:  # not a POSIX system
-    fcntl = None  # type: ignore[assignment]
-
-FORMAT = 1
-LOCK_SECONDS = 2.0
+FORMAT = 2  # 1 was one file for all choices, made with fewer rounds and beside collectives
 KERNELS = Path(__file__).parents[1] / "kernels"
+_NO_VALUE = "?"  # that no key has: expecting it reads a key and never sets it
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +45,7 @@ class Versions:
 
     @property
     def slug(self) -> str:
-        """The versions as a file name."""
+        """The versions as a folder name."""
         return f"{gpu_slug(self.gpu)}_torch-{self.torch}_triton-{self.triton}_kernels-{self.kernels}"
 
 
@@ -90,55 +78,36 @@ def gpu_slug(gpu: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The name of the candidate that computes a problem, and the times that decided for it."""
+    """The name of the candidate that computes a shape, or of the way that moves rows, and why."""
 
     name: str
-    milliseconds: Mapping[str, float]
-    captured: str = ""  # who computes it in a captured graph; "": the same
+    milliseconds: Mapping[str, float] = field(default_factory=dict)
+    captured: str = ""  # in a captured graph; "": the same
+    company: str = ""  # what else ran while it was timed: it is made again
+    source: str = field(default="timed", compare=False)  # of this process
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, self.captured) if self.captured else (self.name,)
 
+    def __str__(self) -> str:
+        times = sorted(self.milliseconds.items(), key=lambda item: item[1])
+        reasons = self.source + ": " * bool(times) + ", ".join(f"{name} {ms:.4g} ms" for name, ms in times)
+        also = f", in captured graphs {self.captured}" if self.captured else ""
+        return f"{self.name}{also} ({reasons}{f'; beside {self.company}' if self.company else ''})"
+
     def as_json(self) -> dict[str, object]:
-        return {name: value for name, value in asdict(self).items() if name != "captured" or value}
+        return {name: value for name, value in asdict(self).items() if name != "source"}
 
 
-class ForeignFile(ValueError):
-    """A file does not hold choices of our format and versions."""
-
-
-def parse(text: str) -> tuple[dict[str, object], dict[str, Choice]]:
-    """Return the versions and choices in the text of a file."""
-    try:
-        content = parsed(text)
-    except ValueError as error:
-        raise ForeignFile(f"it is not JSON ({error})") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ForeignFile(f"it is not of format {FORMAT}")
-    versions, entries = content.get("versions"), content.get("choices")
-    if not isinstance(versions, dict) or not isinstance(entries, dict):
-        raise ForeignFile("it has no versions or no choices")
-    return versions, {key: choice_of(entry) for key, entry in entries.items()}
-
-
-def choice_of(entry: object) -> Choice:
-    """Return the choice in a JSON value."""
-    if isinstance(entry, dict):
-        name, milliseconds, captured = (
-            entry.get("name"),
-            entry.get("milliseconds"),
-            entry.get("captured", ""),
-        )
-        if isinstance(name, str) and isinstance(milliseconds, dict) and isinstance(captured, str):
-            with suppress(TypeError, ValueError, OverflowError):
-                return Choice(name, {str(k): float(v) for k, v in milliseconds.items()}, captured)
-    raise ForeignFile(f"{entry!r:.60} is not a choice")
-
-
-def render(versions: Versions, choices: Mapping[str, Choice]) -> str:
-    entries = {key: choices[key].as_json() for key in sorted(choices)}
-    return json.dumps({"format": FORMAT, "versions": asdict(versions), "choices": entries}, indent=1) + "\n"
+def choice_of(entry: Any, source: str) -> Choice:
+    """Return the choice in a JSON value; ValueError if it is none."""
+    with suppress(TypeError, ValueError, OverflowError, KeyError, AttributeError):
+        times = {str(name): float(value) for name, value in entry["milliseconds"].items()}
+        name, captured, company = entry["name"], entry["captured"], entry["company"]
+        if all(isinstance(word, str) for word in (name, captured, company)):
+            return Choice(name, times, captured, company, source)
+    raise ValueError(f"{entry!r:.60} is not a choice")
 
 
 class Cache:
@@ -146,90 +115,67 @@ class Cache:
 
     def __init__(self, folder: Path | None, versions: Versions) -> None:
         self.versions = versions
-        self._path = None if folder is None else folder / f"{versions.slug}.json"
+        self._folder = folder and folder / versions.slug
+        self._choices: dict[str, Choice] = {}
         self._warned = False
-        self._choices = self._read()
-
-    @property
-    def path(self) -> Path | None:
-        return self._path
+        if folder and self._folder and not self._folder.exists():
+            others = sorted(path.name for path in folder.glob(f"{gpu_slug(versions.gpu)}_torch-*"))
+            if others:  # after an update shapes are timed anew, and nobody need wonder why
+                warnings.warning(
+                    "%s does not count, as this is %s: shapes are timed again, and you may delete it",
+                    *(folder / others[-1], versions.slug),
+                )
 
     @property
     def choices(self) -> Mapping[str, Choice]:
+        """Those that this process has made or read."""
         return self._choices
 
+    def path_of(self, key: str) -> Path | None:
+        return self._folder and self._folder / f"{key.replace('/', '_')}.json"
+
     def get(self, key: str) -> Choice | None:
+        path = self.path_of(key)
+        if key not in self._choices and path is not None:
+            try:
+                content = parsed(read_text(path))
+                expected = self._content(key)
+                found = {name: content[name] for name in expected}
+                if found != expected:
+                    raise ValueError(f"it is of {found}")
+                self._choices[key] = choice_of(content["choice"], "cached")
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                self._warn(f"ignoring {path}: {error}")
         return self._choices.get(key)
 
     def put(self, key: str, choice: Choice) -> None:
-        """Keep a choice, and take over what other processes have written since."""
+        """Keep a choice, in memory and on disk."""
         self._choices[key] = choice
-        if self._path is None:
+        path = self.path_of(key)
+        if path is None:
             return
+        content = {**self._content(key), "choice": choice.as_json()}
+        temporary = path.with_name(f"{uuid4().hex}.tmp")  # not by `tempfile`: others may read it
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(self._path.with_suffix(".lock")):
-                # what others wrote is newer than what was read before; this choice is newer still
-                self._choices = self._choices | self._read() | {key: choice}
-                _replace(self._path, render(self.versions, self._choices))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            os.replace(temporary, path)
         except OSError as error:
-            self._warn(f"cannot write {self._path} ({error}): choices live as long as this process")
-            self._path = None
+            self._warn(f"cannot write {path} ({error}): choices live as long as this process")
+            self._folder = None
+            with suppress(OSError):
+                temporary.unlink()
 
-    def _read(self) -> dict[str, Choice]:
-        if self._path is None:
-            return {}
-        try:
-            versions, choices = parse(read_text(self._path))
-            if versions != asdict(self.versions):
-                raise ForeignFile(f"it was written for {versions}")
-            return choices
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            self._warn(f"ignoring {self._path}: {error}")
-            return {}
+    def _content(self, key: str) -> dict[str, object]:
+        """Return what the file of a key holds beside its choice."""
+        return {"format": FORMAT, "versions": asdict(self.versions), "key": key}
 
     def _warn(self, message: str) -> None:
         if not self._warned:
             warnings.warning(message)
         self._warned = True
-
-
-def _replace(path: Path, text: str) -> None:
-    """Replace a file at once: readers find the old one or the new one."""
-    temporary = path.with_name(f"{path.stem}-{uuid4().hex}.tmp")  # not by `tempfile`: others may read it
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock against other writers, or after LOCK_SECONDS none: a stuck one must not stop training."""
-    with open(path, "a", opener=_without_waiting) as file:
-        deadline = time.monotonic() + LOCK_SECONDS
-        while fcntl is not None and time.monotonic() < deadline:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.005)
-            except OSError:  # a file system without locks
-                break
-        yield  # closing the file unlocks it
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Open a file; a FIFO that nobody reads is an error, not a wait."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
-
-
-_NOBODYS = "?"  # a value that nothing has: expecting it reads a key and never sets it
 
 
 class KeyValueStore(Protocol):
@@ -242,14 +188,14 @@ class KeyValueStore(Protocol):
 class Published:
     """Choices that ranks of the same versions publish in a store; if it fails, they warn once and stop."""
 
-    def __init__(self, store: KeyValueStore, versions: str) -> None:
+    def __init__(self, store: KeyValueStore, versions: Versions) -> None:
         self.store = store
-        self._versions = versions
+        self._versions = versions.slug
         self._lost = False
 
     def get(self, key: str) -> Choice | None:
         """Return the choice that a rank has published, or None."""
-        return self._compare_set(key, _NOBODYS, _NOBODYS)
+        return self._compare_set(key, _NO_VALUE, _NO_VALUE)
 
     def put(self, key: str, choice: Choice) -> Choice:
         """Publish a choice, and return the one that all ranks take: the first that was published."""
@@ -259,8 +205,10 @@ class Published:
         if self._lost:
             return None
         try:
-            held = self.store.compare_set(f"tpkernels/choices/{self._versions}/{key}", expected, desired)
-            return None if held.decode() == _NOBODYS else choice_of(parsed(held.decode()))
+            held = self.store.compare_set(
+                f"tpkernels/choices/{self._versions}/{key}", expected, desired
+            ).decode()
+            return None if held == _NO_VALUE else choice_of(parsed(held), "agreed")
         except Exception as error:  # whatever a store raises, or holds: a choice needs none
             self._lost = True
             warnings.warning("ranks choose kernels for themselves from now on: the store says %s", error)

@@ -43,12 +43,11 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 rms_norm = primitive(
     Primitive(
-        "rms_norm",
+        "rms_norm(Tensor x, Tensor weight, float eps) -> y, rstd",
         _rms_norm,
         launcher("norm", "rms_norm_fwd", "eps", gives=("y", "rstd")),
         lambda layer: (layer.x(), layer.tensor(layer.in_features), 1e-5),
-        schema="(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
-        takes=_takes,
+        _takes,
     )
 )
 
@@ -70,12 +69,11 @@ def _rms_norm_grad(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple
 
 rms_norm_grad = primitive(
     Primitive(
-        "rms_norm_grad",
+        "rms_norm_grad(Tensor dy, Tensor x, Tensor weight, Tensor rstd) -> dx, dweight",
         _rms_norm_grad,
         launcher("norm", "rms_norm_bwd", gives=("dx", "dweight")),
         lambda layer: (layer.x(), layer.x(), layer.tensor(layer.in_features), _statistic(layer)),
-        schema="(Tensor dy, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)",
-        takes=_takes,
+        _takes,
     )
 )
 
@@ -101,12 +99,11 @@ def _layer_norm_sample(layer: Layer) -> tuple[Any, ...]:
 
 layer_norm = primitive(
     Primitive(
-        "layer_norm",
+        "layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps) -> y, mean, rstd",
         _layer_norm,
         launcher("norm", "layer_norm_fwd", "eps", gives=("y", "mean", "rstd")),
         _layer_norm_sample,
-        schema="(Tensor x, Tensor weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
-        takes=_takes,
+        _takes,
     )
 )
 
@@ -159,12 +156,11 @@ def _layer_norm_grad_sample(layer: Layer) -> tuple[Any, ...]:
 
 layer_norm_grad = primitive(
     Primitive(
-        "layer_norm_grad",
+        "layer_norm_grad(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> dx, dweight, dbias",
         _layer_norm_grad,
         launcher("norm", "layer_norm_bwd"),
         _layer_norm_grad_sample,
-        schema="(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor)",
+        _takes,
         fake=_layer_norm_grad_fake,  # by_torch would make it a guard how many tokens there are
-        takes=_takes,
     )
 )

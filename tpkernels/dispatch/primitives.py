@@ -1,8 +1,8 @@
-"""Primitives as functions, such as `primitives.dgrad_act(...)`.
+"""Primitives as functions, such as `primitives.dgrad_act(...)`, whose arguments are given in order.
 
 Compiling, a call is an operator of torch's dispatcher; else it is computed by torch, by our kernel, or by
-whoever was timed to be fastest (see `backends`). A kernel has no derivative: where autograd would record one,
-as in a backward that is to be differentiated again, torch computes.
+the candidate that was timed to be fastest (see `backends`, `autotune`). A kernel has no derivative: where
+autograd would record one, as in a backward that is to be differentiated again, torch computes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.compiler import is_compiling
 
 from tpkernels.dispatch import backends, products, scaled
 from tpkernels.dispatch.operators import define, refuse_forward_mode
-from tpkernels.dispatch.record import Primitive, copied_into
+from tpkernels.dispatch.record import Primitive
 from tpkernels.kernels import invariance
 
 if TYPE_CHECKING:
-    from tpkernels.dispatch.chooser import Chooser
+    from tpkernels.dispatch.autotune import Autotuner
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,10 +32,10 @@ RECORDS: dict[str, Primitive[..., Any]] = {}
 
 
 @cache
-def chooser_on(device: torch.device) -> Chooser:
-    """Return the chooser of a GPU, imported at the first call: a CPU has nothing to choose from."""
-    chooser: Chooser = import_module("tpkernels.dispatch.chooser").chooser_on(device)
-    return chooser
+def autotuner_on(device: torch.device) -> Autotuner:
+    """Return the autotuner of a GPU, imported at the first call: a CPU has nothing to choose from."""
+    autotuner: Autotuner = import_module("tpkernels.dispatch.autotune").autotuner_on(device)
+    return autotuner
 
 
 def _any_requires_grad(args: Sequence[object]) -> bool:
@@ -46,55 +46,63 @@ def _any_requires_grad(args: Sequence[object]) -> bool:
     return False
 
 
+def _way_of(
+    record: Primitive[..., Any], args: Sequence[Any], out: Sequence[Tensor] = ()
+) -> Callable[..., Any]:
+    """Return what computes a primitive of these arguments: the only place where that is decided.
+
+    out: given tensors, its first argument
+    """
+    like = args[0]
+    assert isinstance(like, Tensor), "a primitive's first argument is a tensor"
+    way = record.torch
+    if not (torch.is_grad_enabled() and _any_requires_grad(args)):
+        backend = backends.resolve_backend(like.device)
+        if backend == "fastest" and record.kernel is not None:
+            return autotuner_on(like.device).way_of(record, args, out)
+        if backend == "triton" or (
+            backend != "torch" and (not callable(record.on_gpu) or record.on_gpu(*args))
+        ):
+            way = record.ours()
+    return way.into if out else way.run
+
+
 def primitive_in_place(record: Primitive[P, R]) -> Callable[P, R]:
     """Return the function that computes a primitive that changes an argument. Compiled code never sees it."""
     RECORDS[record.name] = record
-    by_torch = record.by_torch
 
-    @wraps(by_torch)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        like = args[0]
-        assert isinstance(like, Tensor), "a primitive's first argument is a tensor"
-        if torch.is_grad_enabled() and _any_requires_grad(args):
-            return by_torch(*args, **kwargs)
-        match backends.resolve_backend(like.device):
-            case "triton":
-                return record.by_kernel(*args, **kwargs)
-            case "fastest" if record.kernel is not None:
-                return chooser_on(like.device).call(record, *args)
-            case "invariant" if record.kernel is not None:
-                return record.by_kernel(*args, **kwargs)
-            case "fastest" | "invariant" if record.takes is not None and record.takes(*args, **kwargs):
-                return record.by_kernel(*args, **kwargs)
-        return by_torch(*args, **kwargs)
+    @wraps(record.by_torch)
+    def run(*args: Any) -> Any:
+        return _way_of(record, args)(*args)
 
-    return run
+    return run  # type: ignore[return-value]  # its arguments are those of P, in order
 
 
 def primitive(record: Primitive[P, R]) -> Callable[P, R]:
     """Return the function that computes a primitive, and make its operator for torch.compile."""
     by_torch, eager = record.by_torch, primitive_in_place(record)
-    operator = define(record.name, record.schema, eager, record.fake or by_torch)
+    operator = define(record.name, record.torch_schema, eager, record.fake or by_torch)
+    flags = record.flags
 
-    def compiled(*args: P.args, **kwargs: P.kwargs) -> Any:
+    def compiled(*args: Any) -> Any:
         refuse_forward_mode(record.name)
-        found = operator(*args, **kwargs)
-        if record.given is None:
+        found = operator(*args)
+        if not any(flag is not None for flag in flags):
             return found
         there = iter(found)
-        return tuple(next(there) if asked else None for asked in record.given(*args, **kwargs))
+        return tuple(next(there) if flag is None or args[flag] else None for flag in flags)
 
     # one frame and no more: around tiny tensors a second one costs a tenth of the product
     @wraps(by_torch)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call(*args: Any) -> Any:
         if is_compiling():
-            return compiled(*args, **kwargs)  # type: ignore[no-any-return]
-        if backends.backend == "auto" and args[0].is_cpu and not invariance.batch_invariant:  # type: ignore[attr-defined]
-            return by_torch(*args, **kwargs)
-        return eager(*args, **kwargs)
+            return compiled(*args)
+        if backends.backend == "auto" and args[0].is_cpu and not invariance.batch_invariant:
+            return by_torch(*args)  # type: ignore[call-arg]  # they are those of P
+        return _way_of(record, args)(*args)
 
     call.__name__ = record.name  # by which `into` knows it
-    return call
+    return call  # type: ignore[return-value]
 
 
 linear = primitive(products.linear)
@@ -112,24 +120,12 @@ scaled_linear = primitive(scaled.scaled_linear)
 wgrad_accumulate_ = primitive_in_place(products.wgrad_accumulate_)
 
 
-def into(primitive: Callable[P, object], out: Sequence[Tensor], *args: P.args, **kwargs: P.kwargs) -> None:
+def into(primitive: Callable[..., object], out: Sequence[Tensor], *args: Any) -> None:
     """Compute a primitive into given tensors, such as rows of larger matrices.
 
     out: one for each result that is asked for. Without activation z of `linear` aliases y; pass it once
 
-    Autograd cannot record it, and compiled code never sees it. A primitive without `Primitive.into` is
-    computed elsewhere and copied.
+    Autograd cannot record it, and compiled code never sees it.
     """
-    record, like = RECORDS[primitive.__name__], args[0]
-    assert isinstance(like, Tensor), "a primitive's first argument is a tensor"
-    assert not kwargs, "arguments of primitives are given in order"
     assert not (torch.is_grad_enabled() and _any_requires_grad(args))
-    backend = backends.resolve_backend(like.device)
-    if record.into is None:
-        copied_into(primitive, out, *args)
-    elif backend == "torch":
-        record.into(out, *args)
-    elif backend == "fastest":
-        chooser_on(like.device).call_into(record, out, *args)
-    else:
-        record.by_kernel(*args, out=out)
+    _way_of(RECORDS[primitive.__name__], args, out)(out, *args)

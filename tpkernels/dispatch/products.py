@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tpkernels.dispatch.record import Layer, Library, Primitive, launcher
+from tpkernels.dispatch import one_pass
+from tpkernels.dispatch.record import Layer, Library, Primitive, launcher, writing
 from tpkernels.kernels.activations import (
     GATE_OF,
     Activation,
@@ -31,7 +32,7 @@ from tpkernels.kernels.reference import (
 from tpkernels.tp_invariance import segments_of_op
 
 if TYPE_CHECKING:
-    from tpkernels.dispatch.problem import Problem
+    from tpkernels.dispatch.candidates import TuneKey
     from tpkernels.kernels.target import Target
 
 
@@ -58,27 +59,22 @@ def _linear_into(
 
 
 def _addmm_activation(
-    x: Tensor, weight: Tensor, bias: Tensor, activation: Activation, keep_z: bool
-) -> tuple[Tensor, None]:
-    """With the activation in cuBLASLt's epilogue."""
-    return torch._addmm_activation(bias, x, weight.T, use_gelu=activation == "gelu_tanh"), None
-
-
-def _addmm_activation_into(
-    out: Sequence[Tensor],
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
     activation: Activation,
     keep_z: bool,
-) -> None:
-    torch._addmm_activation(bias, x, weight.T, use_gelu=activation == "gelu_tanh", out=out[0])
+    *,
+    out: Sequence[Tensor | None] = (None,),
+) -> tuple[Tensor, None]:
+    """With the activation in cuBLASLt's epilogue."""
+    return torch._addmm_activation(bias, x, weight.T, use_gelu=activation == "gelu_tanh", out=out[0]), None
 
 
-def _addmm_activation_fits(problem: Problem, target: Target) -> bool:
+def _addmm_activation_fits(key: TuneKey, target: Target) -> bool:
     if not hasattr(torch, "_addmm_activation"):
         return False
-    match problem.options:
+    match key.options:
         case ("relu", "bias"):
             return True
         case ("gelu_tanh", "bias"):
@@ -93,16 +89,17 @@ def _linear_sample(layer: Layer) -> tuple[Any, ...]:
 
 
 linear = Primitive(
-    "linear",
+    "linear(Tensor x, Tensor weight, Tensor? bias, str activation, bool keep_z) -> y, z if keep_z",
     linear_ref,
     launcher("linear", "linear_fwd", "activation", "keep_z"),
     _linear_sample,
-    schema="(Tensor x, Tensor weight, Tensor? bias, str activation, bool keep_z) -> Tensor[]",
-    given=lambda x, weight, bias, activation, keep_z: (True, keep_z),
-    into=_linear_into,
-    kernel="linear",
+    "linear",
     library=(
-        Library("addmm_activation", _addmm_activation, _addmm_activation_fits, into=_addmm_activation_into),
+        Library("torch", linear_ref, into=_linear_into),
+        Library(
+            "addmm_activation", _addmm_activation, _addmm_activation_fits, into=writing(_addmm_activation)
+        ),
+        one_pass.LINEAR,
     ),
 )
 
@@ -119,47 +116,38 @@ def _glu_into(
 
 
 glu = Primitive(
-    "glu",
+    "glu(Tensor x, Tensor w_gate, Tensor w_up, str kind, bool keep_gu) -> h, g if keep_gu, u if keep_gu",
     glu_ref,
     launcher("glu", "glu_fwd", "kind", "keep_gu"),
     lambda layer: (layer.x(), layer.weight(), layer.weight(), layer.glu, layer.training),
-    schema="(Tensor x, Tensor w_gate, Tensor w_up, str kind, bool keep_gu) -> Tensor[]",
-    given=lambda x, w_gate, w_up, kind, keep_gu: (True, keep_gu, keep_gu),
-    into=_glu_into,
-    kernel="glu",
+    "glu",
+    library=(Library("torch", glu_ref, into=_glu_into), one_pass.GLU, one_pass.WIDE_GLU),
 )
-
-
-def _dgrad_into(out: Sequence[Tensor], dy: Tensor, weight: Tensor) -> None:
-    torch.mm(dy, weight, out=out[0])
 
 
 dgrad = Primitive(
-    "dgrad",
+    "dgrad(Tensor dy, Tensor weight) -> dx",
     dgrad_ref,
     launcher("dgrad", "dgrad"),
     lambda layer: (layer.dy(), layer.weight()),
-    schema="(Tensor dy, Tensor weight) -> Tensor",
-    into=_dgrad_into,
-    kernel="dgrad",
+    "dgrad",
+    library=(Library("torch", dgrad_ref, into=lambda out, dy, weight: torch.mm(dy, weight, out=out[0])),),
 )
 
 
-def _dgrad_pairs_into(
-    out: Sequence[Tensor], dy: Tensor, weight: Tensor, dy2: Tensor, weight2: Tensor
-) -> None:
-    torch.mm(dy, weight, out=out[0]).addmm_(dy2, weight2)
-
-
 dgrad_pairs = Primitive(
-    "dgrad_pairs",
+    "dgrad_pairs(Tensor dy, Tensor weight, Tensor dy2, Tensor weight2) -> dx",
     dgrad_pairs_ref,
     launcher("dgrad", "dgrad"),
     lambda layer: (layer.dy(), layer.weight(), layer.dy(), layer.weight()),
-    schema="(Tensor dy, Tensor weight, Tensor dy2, Tensor weight2) -> Tensor",
-    into=_dgrad_pairs_into,
-    pairs=2,
-    kernel="dgrad",
+    "dgrad",
+    library=(
+        Library(
+            "torch",
+            dgrad_pairs_ref,
+            into=lambda out, dy, w, dy2, w2: torch.mm(dy, w, out=out[0]).addmm_(dy2, w2),
+        ),
+    ),
 )
 
 
@@ -174,14 +162,12 @@ def _dgrad_act_into(
 
 
 dgrad_act = Primitive(
-    "dgrad_act",
+    "dgrad_act(Tensor dy, Tensor weight, Tensor z, str activation, bool bias_grad) -> dz, db if bias_grad",
     dgrad_act_ref,
     launcher("dgrad", "dgrad_act", "bias_grad"),
     lambda layer: (layer.dy(), layer.weight(), layer.x(), layer.activation, layer.bias),
-    schema="(Tensor dy, Tensor weight, Tensor z, str activation, bool bias_grad) -> Tensor[]",
-    given=lambda dy, weight, z, activation, bias_grad: (True, bias_grad),
-    into=_dgrad_act_into,
-    kernel="dgrad",
+    "dgrad",
+    library=(Library("torch", dgrad_act_ref, into=_dgrad_act_into), one_pass.DGRAD_ACT),
 )
 
 
@@ -197,23 +183,21 @@ def _dglu_into(out: Sequence[Tensor], dy: Tensor, weight: Tensor, g: Tensor, u: 
 
 
 dglu = Primitive(
-    "dglu",
+    "dglu(Tensor dy, Tensor weight, Tensor g, Tensor u, str kind) -> dg, du, h",
     dglu_ref,
     launcher("dglu", "dglu", "kind", always={"emit_h": True}),
     lambda layer: (layer.dy(), layer.weight(), layer.x(), layer.x(), layer.glu),
-    schema="(Tensor dy, Tensor weight, Tensor g, Tensor u, str kind) -> (Tensor, Tensor, Tensor)",
-    into=_dglu_into,
-    kernel="dglu",
+    "dglu",
+    library=(Library("torch", dglu_ref, into=_dglu_into), one_pass.DGLU),
 )
 
 
 wgrad = Primitive(
-    "wgrad",
+    "wgrad(Tensor dy, Tensor x) -> dw",
     wgrad_ref,
     launcher("wgrad", "wgrad"),
     lambda layer: (layer.dy(), layer.x()),
-    schema="(Tensor dy, Tensor x) -> Tensor",
-    kernel="wgrad",
+    "wgrad",
 )
 
 
@@ -222,8 +206,8 @@ def _addmm_(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     main_grad.addmm_(dy.T, x)
 
 
-def _addmm_fits(problem: Problem, target: Target) -> bool:
-    return problem.options == (str(problem.dtype).removeprefix("torch."),)
+def _addmm_fits(key: TuneKey, target: Target) -> bool:
+    return key.options == (str(key.dtype).removeprefix("torch."),)
 
 
 def addmm_dtype_out(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
@@ -231,10 +215,10 @@ def addmm_dtype_out(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
     torch.ops.aten.addmm.dtype_out(main_grad, dy.T, x, main_grad.dtype, out=main_grad)
 
 
-def _addmm_dtype_out_fits(problem: Problem, target: Target) -> bool:
+def _addmm_dtype_out_fits(key: TuneKey, target: Target) -> bool:
     return (
-        problem.options == ("float32",)
-        and problem.dtype.itemsize == 2
+        key.options == ("float32",)
+        and key.dtype.itemsize == 2
         and target.backend == "cuda"
         and hasattr(torch.ops.aten.addmm, "dtype_out")
     )
@@ -246,12 +230,11 @@ def _wgrad_accumulate_sample(layer: Layer) -> tuple[Any, ...]:
 
 
 wgrad_accumulate_ = Primitive(
-    "wgrad_accumulate_",
+    "wgrad_accumulate_(Tensor(a!) main_grad, Tensor dy, Tensor x) -> main_grad",
     wgrad_accumulate_ref_,
     launcher("wgrad", "wgrad_accumulate_"),
     _wgrad_accumulate_sample,
-    changes_first=True,
-    kernel="wgrad",
+    "wgrad",
     library=(
         Library("addmm_", _addmm_, _addmm_fits),
         Library("addmm_dtype_out", addmm_dtype_out, _addmm_dtype_out_fits),
@@ -261,13 +244,12 @@ wgrad_accumulate_ = Primitive(
 
 # the sum over tokens, in fp32; bound by memory either way: there is nothing to choose
 bias_grad = Primitive(
-    "bias_grad",
+    "bias_grad(Tensor dy) -> db",
     bias_grad_ref,
     launcher("bias_grad", "bias_grad"),
     lambda layer: (layer.dy(),),
-    schema="(Tensor dy) -> Tensor",
     # torch's sum over rows takes an order that depends on how many columns there are
-    takes=lambda dy: bool(segments_of_op()) and dy.dtype in DTYPES,
+    lambda dy: bool(segments_of_op()) and dy.dtype in DTYPES,
 )
 
 PRODUCTS: dict[str, Primitive[..., Any]] = {

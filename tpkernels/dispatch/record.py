@@ -1,27 +1,25 @@
 """Records of primitives: computations on local tensors, by torch or by a kernel of ours.
 
-Whatever knows a primitive reads its record: `primitives`, through which it is called, the compiler, the
-chooser and the gate. To add one, write a kernel and a record.
+Calling, compiling, tuning, oracle and gate follow from a record. To add one, write a kernel and a record.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib import import_module
-from inspect import signature
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from tpkernels.dispatch.problem import Problem
     from tpkernels.kernels.activation_names import Activation, Glu
+    from tpkernels.kernels.matmul_tile import MatmulTile
+    from tpkernels.kernels.operands import Form
     from tpkernels.kernels.recipe import Format, Scaling
     from tpkernels.kernels.scaled import Scaled
-    from tpkernels.kernels.target import Target
     from tpkernels.kernels.tiles import Kernel
 
 P = ParamSpec("P")
@@ -70,93 +68,109 @@ class Layer:
         return Scaled(words, features, format, self.scaling)
 
 
-class Library(NamedTuple):
-    """A fused operator of torch that computes some problems."""
+class Candidate(NamedTuple):
+    """A way to compute a primitive, under a name that files and logs know it by."""
 
     name: str
     run: Callable[..., Any]
-    fits: Callable[[Problem, Target], bool]
-    into: Callable[..., object] | None = None  # as of a primitive
+    into: Callable[..., object]  # into given tensors, its first argument
+    tile: MatmulTile | None = None  # of our kernel
 
 
-# how a problem names arguments that are there, or asked for
-OPTIONS = {"bias": "bias", "keep_z": "z", "keep_gu": "gu", "bias_grad": "db", "fast_accumulate": "fast"}
-SCALES = frozenset(("x_scale", "w_scale"))  # arguments that any layout of is read as fast
+class Library(NamedTuple):
+    """A way to compute a primitive by operators of torch."""
+
+    name: str
+    run: Callable[..., Any]
+    fits: Callable[..., bool] = lambda key, target: True  # whether it computes a `TuneKey` on a `Target`
+    into: Callable[..., object] | None = None  # into given tensors, its first argument, without a copy
+
+    @property
+    def candidate(self) -> Candidate:
+        return Candidate(self.name, self.run, self.into or partial(copied_into, self.run))
 
 
 @dataclass(frozen=True, eq=False)
 class Primitive(Generic[P, R]):
     """2-D tensors in, new tensors out; a result that was not asked for is None.
 
-    by_torch: torch's way, whose signature is the primitive's; derivatives of any order follow it
-    by_kernel: ours; takes `tile` and `form`, too, if it has tiles to choose from, and `out` if there is
-    `into`
+    schema: as torch's, with names for results: "f(Tensor x, bool keep_z) -> y, z if keep_z". Compiled code
+        calls an operator of this schema; not if the first argument is changed, "Tensor(a!) x"
+    by_torch: torch's form, whose signature is the primitive's; derivatives of any order follow it. Given
+        float64 it computes in float64: the oracle
+    by_kernel: ours; it takes `tile`, `form` and `out` if it has tiles
     sample: arguments as a training step would make them, on the meta device
-    schema: of its operator, which compiled code calls; it returns a list if `given` may leave some out
-    given: which results a call gives; None: always all
-    into: torch's way into given tensors, its first argument, without a copy; None: computed, then copied
-    pairs: how many products of two matrices, which the arguments begin with, are summed
-    fake: what the compiler is told: empty tensors like the results; by_torch unless that looks at numbers
-    changes_first: it changes its first argument; compiled code never sees it, so that it has no schema
-    kernel: whose tiles are candidates of a choice by timing, with torch and `library`; None: nothing is timed
-    takes: if nothing is timed, whether our kernel serves these arguments on a GPU; None: torch does
-    oracle: the truth where it is given float64; by_torch unless given
+    on_gpu: the kernel whose tiles are candidates, timed against torch; or whether ours, untimed, computes
+        these arguments
+    library: other candidates; that named "torch" says how torch's form writes into given tensors
+    fake: empty tensors like the results, for the compiler; by_torch unless that looks at numbers
     """
 
-    name: str
+    schema: str
     by_torch: Callable[P, R]
     by_kernel: Callable[..., R]
     sample: Callable[[Layer], tuple[Any, ...]]
-    schema: str = ""
-    given: Callable[P, tuple[bool, ...]] | None = None
-    into: Callable[..., object] | None = None
-    pairs: int = 1
-    fake: Callable[..., R] | None = None
-    changes_first: bool = False
-    kernel: Kernel | None = None
+    on_gpu: Kernel | Callable[..., bool]
     library: tuple[Library, ...] = ()
-    takes: Callable[..., bool] | None = None
-    oracle: Callable[P, R] | None = None
+    fake: Callable[..., R] | None = None
 
-    def problem(self, *args: Any, out: Sequence[Tensor] = (), **kwargs: Any) -> Problem:
-        """Return the problem of a call, whose tensors may be on the meta device. out: what it writes into"""
-        from tpkernels.dispatch.problem import Problem  # what is timed has problems, on GPUs
+    @cached_property
+    def name(self) -> str:
+        return self.schema.partition("(")[0]
 
-        assert self.kernel is not None, "only what has tiles is timed"
-        call = signature(self.by_torch).bind(*args, **kwargs).arguments
-        matrices = [
-            value
-            for name, value in call.items()
-            if isinstance(value, Tensor) and value.ndim == 2 and name not in SCALES
-        ]
-        words = [value for value in call.values() if isinstance(value, str)]
-        words += [
-            OPTIONS[name]
-            for name, value in call.items()
-            if name in OPTIONS and not (value is None or value is False)
-        ]
-        if call.keys() >= SCALES:
-            words += words_of_scales(matrices[0], matrices[1], call["x_scale"], call["w_scale"])
-        if self.changes_first:
-            matrices = [*matrices[1:], matrices[0]]
-            words.append(str(matrices[-1].dtype).removeprefix("torch."))
-        written = [] if self.changes_first else [tensor for tensor in out if tensor.ndim == 2] or None
-        return Problem.of(
-            self.name,
-            self.kernel,
-            matrices,
-            tuple(words),
-            written=written,
-            pairs=self.pairs,
-            dtype=getattr(torch, call["dtype"]) if "dtype" in call else None,
-        )
+    @cached_property
+    def kernel(self) -> Kernel | None:
+        """The kernel whose tiles are timed; None: nothing is."""
+        return None if callable(self.on_gpu) else self.on_gpu
+
+    @cached_property
+    def changes_first(self) -> bool:
+        """Whether it changes its first argument."""
+        return "(a!)" in self.schema
+
+    @cached_property
+    def parameters(self) -> tuple[str, ...]:
+        listed = self.schema.partition("(")[2].rpartition(") -> ")[0]
+        return tuple(parameter.split()[-1] for parameter in listed.split(", "))
+
+    @cached_property
+    def flags(self) -> tuple[int | None, ...]:
+        """Of each result the position of the argument that asks for it; None: it is always there."""
+        results = self.schema.rpartition(") -> ")[2].split(", ")
+        asked_by = [result.partition(" if ")[2] for result in results]
+        return tuple(self.parameters.index(flag) if flag else None for flag in asked_by)
+
+    @cached_property
+    def torch_schema(self) -> str:
+        """The schema without names, as torch takes it: a list where results may be missing."""
+        count = len(self.flags)
+        results = "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+        if any(flag is not None for flag in self.flags):
+            results = "Tensor[]"
+        return f"{self.schema.removeprefix(self.name).rpartition(' -> ')[0]} -> {results}"
+
+    @cached_property
+    def torch(self) -> Candidate:
+        """Plain torch."""
+        into = next((way.into for way in self.library if way.name == "torch"), None)
+        return Library("torch", self.by_torch, into=into).candidate
+
+    def ours(
+        self, name: str = "triton", tile: MatmulTile | None = None, form: Form | None = None
+    ) -> Candidate:
+        """Our kernel, with a tile and form, or with those that it takes untold."""
+        run = self.by_kernel if tile is None else partial(self.by_kernel, tile=tile, form=form)
+        writes = any(way.name == "torch" and way.into for way in self.library)
+        return Candidate(name, run, writing(run) if writes else partial(copied_into, run), tile)
 
 
-def words_of_scales(x: Tensor, weight: Tensor, x_scale: Tensor, w_scale: Tensor) -> list[str]:
-    """Return the words by which problems tell products in fp8 apart."""
-    words = [] if weight.dtype == x.dtype else [str(weight.dtype).removeprefix("torch.")]
-    words += ["blocks"] * (x_scale.shape[1] != 1)
-    return words + ["square"] * (w_scale.shape[0] != weight.shape[0])
+def writing(run: Callable[..., Any]) -> Callable[..., None]:
+    """Return a way into given tensors of a function that takes these as `out`."""
+
+    def into(out: Sequence[Tensor], *args: Any) -> None:
+        run(*args, out=out)
+
+    return into
 
 
 def copied_into(compute: Callable[..., Any], out: Sequence[Tensor], *args: Any) -> None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tpkernels.dispatch.problem import Problem
-from tpkernels.dispatch.record import Layer, Library, Primitive, launcher
+from tpkernels.dispatch.record import Layer, Library, Primitive, launcher, writing
 from tpkernels.kernels.activations import Activation, act_into, act_ref
 from tpkernels.kernels.operands import DTYPES
 from tpkernels.kernels.recipe import BLOCK, Format, Scaling
-from tpkernels.kernels.reference import linear_ref
 from tpkernels.kernels.scaled import dequantize_ref, empty_words, halves_of, quantize_ref
-from tpkernels.kernels.target import Target
+
+if TYPE_CHECKING:
+    from tpkernels.dispatch.candidates import TuneKey
+    from tpkernels.kernels.target import Target
 
 Wide = Literal["bfloat16", "float16", "float32", "float64"]
 DTYPE: Mapping[Wide, torch.dtype] = {
@@ -25,6 +26,11 @@ DTYPE: Mapping[Wide, torch.dtype] = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
+
+
+def _result(x: Tensor, dtype: Wide) -> torch.dtype:
+    """Return the dtype of a result; of an oracle, which is given float64, that."""
+    return torch.float64 if x.dtype == torch.float64 else DTYPE[dtype]
 
 
 def _quantize(
@@ -44,22 +50,21 @@ def _quantize(
 
 
 quantize = Primitive(
-    "quantize",
+    "quantize(Tensor x, Tensor? u, str activation, str format, str scaling, bool power_of_two, bool square) "
+    "-> words",
     _quantize,
     launcher("quantize", "quantize", "activation", "format", "scaling", "power_of_two", "square"),
     lambda layer: (layer.x(), None, layer.activation, layer.format, layer.scaling, False, layer.square),
-    schema="(Tensor x, Tensor? u, str activation, str format, str scaling, bool power_of_two, "
-    "bool square) -> Tensor",
+    lambda x, *_: x.dtype in DTYPES,
     fake=lambda x, u, activation, format, scaling, power_of_two, square: empty_words(
         x.shape[0], x.shape[1], scaling, x.device
     ),
-    takes=lambda x, *_: x.dtype in DTYPES,
 )
 
 
 def _dequantize(data: Tensor, scale: Tensor, dtype: Wide) -> Tensor:
     """data * scale, rounded to dtype."""
-    return dequantize_ref(data, scale, DTYPE[dtype])
+    return dequantize_ref(data, scale, _result(data, dtype))
 
 
 def _dequantize_sample(layer: Layer) -> tuple[Any, ...]:
@@ -68,13 +73,11 @@ def _dequantize_sample(layer: Layer) -> tuple[Any, ...]:
 
 
 dequantize = Primitive(
-    "dequantize",
+    "dequantize(Tensor data, Tensor scale, str dtype) -> x",
     _dequantize,
     launcher("dequantize", "dequantize", "dtype"),
     _dequantize_sample,
-    schema="(Tensor data, Tensor scale, str dtype) -> Tensor",
-    takes=lambda data, scale, dtype: dtype != "float64",
-    oracle=lambda data, scale, dtype: dequantize_ref(data, scale, torch.float64),
+    lambda data, scale, dtype: dtype != "float64",
 )
 
 
@@ -88,6 +91,8 @@ def _scaled_linear(
     keep_z: bool,
     dtype: Wide,
     fast_accumulate: bool,
+    *,
+    out: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor | None]:
     """y = act(z), z = x̂ ŵᵀ + bias -> (y, z), with x̂ = x * x_scale and ŵ = weight * w_scale.
 
@@ -95,31 +100,18 @@ def _scaled_linear(
         row for each 128 of weight
     fast_accumulate: sums may have as few bits as tensor cores have; False: no more than 128 of depth are
         summed so
+    out: y, and z if it is kept and not y
     Sums are in fp32, and rounded to dtype once.
     """
-    into = DTYPE[dtype]
+    into = _result(x, dtype)
     z = _wide_z(x, weight, x_scale, w_scale, bias, into)
-    y = act_ref(z, activation).to(into)
-    return y, (y if activation == "none" else z.to(into)) if keep_z else None
-
-
-def _exact_linear(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    activation: Activation,
-    keep_z: bool,
-    dtype: Wide,
-    fast_accumulate: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """What float64 makes of the dequantized operands."""
-    w_scale = _each_row(w_scale, weight)
-    x, weight = (
-        dequantize_ref(data, scale, torch.float64) for data, scale in ((x, x_scale), (weight, w_scale))
-    )
-    return linear_ref(x, weight, bias, activation, keep_z)
+    if not out:
+        y = act_ref(z, activation).to(into)
+        return y, (y if activation == "none" else z.to(into)) if keep_z else None
+    if len(out) == 2:
+        out[1].copy_(z)
+    act_into(z, z, activation)
+    return out[0].copy_(z), out[-1] if keep_z else None
 
 
 def _each_row(w_scale: Tensor, weight: Tensor) -> Tensor:
@@ -132,11 +124,12 @@ def _wide_z(
     x: Tensor, weight: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """x̂ ŵᵀ + bias in fp32, or in dtype if that is wider."""
-    wide = torch.promote_types(dtype, torch.float32)
-    if x_scale.dtype != torch.float32 or w_scale.dtype != torch.float32:
+    wide, exact = torch.promote_types(dtype, torch.float32), x.dtype == torch.float64
+    of_scales = torch.float64 if exact else torch.float32
+    if x_scale.dtype != of_scales or w_scale.dtype != of_scales:
         raise TypeError(f"scaled_linear: expected scales in fp32, got {x_scale.dtype} and {w_scale.dtype}")
     w_scale = _each_row(w_scale, weight)
-    if x_scale.shape[1] != 1:
+    if x_scale.shape[1] != 1 or exact:
         z = _wide_linear(dequantize_ref(x, x_scale, wide), dequantize_ref(weight, w_scale, wide), wide)
     else:
         (w_rest, w_root), (x_rest, x_root) = halves_of(w_scale.t()), halves_of(x_scale)
@@ -153,26 +146,6 @@ def _wide_linear(x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
     return functional.linear(x.to(wide), weight.to(wide))
 
 
-def _scaled_linear_into(
-    out: Sequence[Tensor],
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    activation: Activation,
-    keep_z: bool,
-    dtype: Wide,
-    fast_accumulate: bool,
-) -> None:
-    """out: y, and z if it is kept and not y"""
-    z = _wide_z(x, weight, x_scale, w_scale, bias, DTYPE[dtype])
-    if len(out) == 2:
-        out[1].copy_(z)
-    act_into(z, z, activation)
-    out[0].copy_(z)
-
-
 def _scaled_mm(
     x: Tensor,
     weight: Tensor,
@@ -183,29 +156,16 @@ def _scaled_mm(
     keep_z: bool,
     dtype: Wide,
     fast_accumulate: bool,
+    *,
+    out: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor | None]:
-    y = x.new_empty((x.shape[0], weight.shape[0]), dtype=DTYPE[dtype])
-    z = torch.empty_like(y) if keep_z and activation != "none" else y
-    _scaled_mm_into((y, z), x, weight, x_scale, w_scale, bias, activation, keep_z, dtype, fast_accumulate)
-    return y, z if keep_z else None
-
-
-def _scaled_mm_into(
-    out: Sequence[Tensor],
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    activation: Activation,
-    keep_z: bool,
-    dtype: Wide,
-    fast_accumulate: bool,
-) -> None:
     """By cuBLASLt or CUTLASS, which promote sums unless told not to. The activation is that of the rounded z.
 
     out: y, and z if it is kept and not y
     """
+    if not out:
+        y = x.new_empty((x.shape[0], weight.shape[0]), dtype=DTYPE[dtype])
+        out = y, torch.empty_like(y) if keep_z and activation != "none" else y
     y, z = out[0], out[-1]
     torch._scaled_mm(
         x,
@@ -218,19 +178,20 @@ def _scaled_mm_into(
         out=z,
     )
     act_into(y, z, activation)
+    return y, z if keep_z else None
 
 
-def _scaled_mm_fits(problem: Problem, target: Target) -> bool:
+def _scaled_mm_fits(key: TuneKey, target: Target) -> bool:
     """Row-wise scales, rows of whole 16-byte units, and not e5m2 by e5m2."""
-    e5m2 = problem.dtype == torch.float8_e5m2 and "float8_e4m3fn" not in problem.options
+    e5m2 = key.dtype == torch.float8_e5m2 and "float8_e4m3fn" not in key.options
     return (
-        not {"blocks", "square"} & set(problem.options)
+        not {"blocks", "square"} & set(key.options)
         and target.backend == "cuda"
         and target.capability >= 89
-        and problem.result == torch.bfloat16
+        and key.result == torch.bfloat16
         and not e5m2
-        and problem.out_features % 16 == problem.in_features % 16 == 0
-        and not any(layout.tma_obstacle() for layout in problem.layouts)
+        and key.out_features % 16 == key.in_features % 16 == 0
+        and not any(layout.tma_obstacle() for layout in key.layouts)
     )
 
 
@@ -244,15 +205,14 @@ def _scaled_linear_sample(layer: Layer) -> tuple[Any, ...]:
 
 
 scaled_linear = Primitive(
-    "scaled_linear",
+    "scaled_linear(Tensor x, Tensor weight, Tensor x_scale, Tensor w_scale, Tensor? bias, str activation, "
+    "bool keep_z, str dtype, bool fast_accumulate) -> y, z if keep_z",
     _scaled_linear,
     launcher("scaled_linear", "scaled_linear_fwd", "activation", "keep_z", "dtype", "fast_accumulate"),
     _scaled_linear_sample,
-    schema="(Tensor x, Tensor weight, Tensor x_scale, Tensor w_scale, Tensor? bias, str activation, "
-    "bool keep_z, str dtype, bool fast_accumulate) -> Tensor[]",
-    given=lambda *call: (True, call[6]),
-    into=_scaled_linear_into,
-    kernel="linear",
-    oracle=_exact_linear,
-    library=(Library("scaled_mm", _scaled_mm, _scaled_mm_fits, into=_scaled_mm_into),),
+    "linear",
+    library=(
+        Library("torch", _scaled_linear, into=writing(_scaled_linear)),
+        Library("scaled_mm", _scaled_mm, _scaled_mm_fits, into=writing(_scaled_mm)),
+    ),
 )

@@ -1,35 +1,49 @@
-"""Times candidates on a GPU.
+"""Times candidates on a GPU that does nothing else.
 
-Times are medians of rounds in which every candidate runs once, in turns, so that a drift of clocks or a busy
-neighbour hits all alike. Eagerly a run counts as the longer of its time on the GPU and its time on the host:
-a launch that takes longer than what it launches is what a small product costs. A captured graph is replayed
-without the host, so there a run counts as its time on the GPU.
+Nothing of this process is in flight when timing begins; work that does not end is company, and is reported
+with the times. Times are medians of rounds in which every candidate runs once, in turns, so that a drift of
+clocks or another process hits all alike. Eagerly a run counts as the longer of its time on the GPU and its
+time on the host: a launch that takes longer than what it launches is what a small product costs. A captured
+graph is replayed without the host, so there a run counts as its time on the GPU.
 
 The two are measured apart. For each run the stream gets
 
     hold        until the host has enqueued all that follows
     flush       the L2 cache is overwritten, as the rest of a model would do
+    meeting     of the ranks, where all of them run it together
     event
     the run
     event
 
 Without the hold the first event would pass while the host still launches: the GPU would idle between the
-events, and a candidate would pay for its launch a second time.
+events, and a candidate would pay for its launch a second time. Without the meeting a rank that was held for
+less would count its wait for the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from statistics import median
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from statistics import median, quantiles
+from threading import Event, Thread
 from time import perf_counter
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 Timeable = Callable[[], object]
-Runs = Mapping[str, Timeable]
-Clock = Callable[[str, Timeable], float]  # milliseconds of one run of a name; runs it once
+Clock = Callable[[str, Timeable], tuple[float, float]]  # milliseconds of one run, on the GPU and on the host
+
+WARM_UPS = 3
+FEWEST_ROUNDS, MOST_ROUNDS = 15, 25
+SECONDS = 0.5  # after these no further round begins
+SLACK = 0.1  # milliseconds of a hold beyond twice what launching took before
+LEAST_LAUNCHING = 0.5  # milliseconds that launching is expected to take
+TRIES = 3  # to hold a run for as long as launching it takes
+QUIET_SECONDS = 2.0  # for what is in flight to end
+# Half of a candidate's times lie within this part of their median, or 2 us, which are an event's precision:
+# on a GPU alone 1 to 3 % are usual.
+SPREAD, LEAST_SPREAD = 0.1, 2e-3
 
 
 class Times(NamedTuple):
@@ -37,54 +51,86 @@ class Times(NamedTuple):
 
     eager: Mapping[str, float]  # the longer of the GPU's and the host's
     captured: Mapping[str, float]  # the GPU's
+    company: str = ""  # what else ran
 
 
-Timer = Callable[[Runs], Times]
-
-WARM_UPS = 3
-FEWEST_ROUNDS, MOST_ROUNDS = 5, 25
-SECONDS = 0.5  # after these no further round begins
-
-SLACK = 0.1  # milliseconds of a hold beyond twice what launching took before
-TRIES = 4  # of a run that was not held long enough, each held longer
+Timer = Callable[[Mapping[str, Timeable]], Times]
 
 
 def rounds(
-    names: list[str],
+    names: Sequence[str],
     once: Callable[[str], float],
     clock: Callable[[], float] = perf_counter,
     *,
+    is_quiet: Callable[[], bool] = lambda: True,
     exactly: int = 0,
-) -> dict[str, float]:
-    """Return the median over rounds of `once(name)`, for each name; another name goes first in each round.
+) -> tuple[dict[str, float], str]:
+    """Return the median over rounds of `once(name)`, for each name, and what else ran, or "".
 
-    exactly: so many rounds, however long they take
+    Another name goes first in each round. exactly: so many rounds, however long they take
     """
     samples: dict[str, list[float]] = {name: [] for name in names}
+    company = "" if is_quiet() else f"work that did not end within {QUIET_SECONDS:g} s"
     began = clock()
-    with _all_processors():
+    with _all_sms() as has_begun:
         for i in range(exactly or MOST_ROUNDS):
             first = i % len(names)
             for name in (*names[first:], *names[:first]):
                 samples[name].append(once(name))
             if not exactly and i + 1 >= FEWEST_ROUNDS and clock() - began > SECONDS:
                 break
-    return {name: median(values) for name, values in samples.items()}
+        if has_begun():
+            company = company or "a collective that began meanwhile"
+    return {name: median(values) for name, values in samples.items()}, company
+
+
+def _noise(samples: Iterable[Sequence[float]]) -> str:
+    """Say how far the GPU's times of the steadiest candidate spread, if that is too far; "" if not."""
+    spreads = []
+    for values in samples:
+        low, middle, high = quantiles(values, n=4)
+        spreads.append((high - low) / max(middle, LEAST_SPREAD / SPREAD))
+    return f"work that is not ours: times spread by {min(spreads):.0%}" if min(spreads) > SPREAD else ""
 
 
 @contextmanager
-def _all_processors() -> Iterator[None]:
-    """Let products take all processors, even beside a collective: other calls use the choice, too."""
-    left_free = torch._C._get_sm_carveout_experimental()
+def _all_sms() -> Iterator[Callable[[], bool]]:
+    """Let products take all SMs, even beside a collective: other calls use the choice, too.
+
+    Yields a function that says whether another thread has reserved some since: these stay reserved.
+    """
+    reserved = torch._C._get_sm_carveout_experimental() or 0
     torch._C._set_sm_carveout_experimental(None)
     try:
-        yield
+        yield lambda: bool(torch._C._get_sm_carveout_experimental())
     finally:
-        torch._C._set_sm_carveout_experimental(left_free)
+        reserved += torch._C._get_sm_carveout_experimental() or 0
+        torch._C._set_sm_carveout_experimental(reserved if reserved > 0 else None)
+
+
+def is_quiet(device: torch.device, seconds: float = QUIET_SECONDS) -> bool:
+    """Wait until a GPU has ended all that this process enqueued; False if it has not after some seconds.
+
+    A thread waits: what is in flight may be a receive whose sender waits for this rank.
+    """
+    if device.type != "cuda":
+        return True
+    ended = Event()
+
+    def wait() -> None:
+        with suppress(RuntimeError):  # of the GPU: it is raised again by the first call that follows
+            torch.cuda.synchronize(device)
+        ended.set()
+
+    Thread(target=wait, daemon=True).start()
+    return ended.wait(seconds)
 
 
 class TimedStream(Protocol):
-    """A stream as timing needs it. Each method enqueues work and returns at once."""
+    """A stream as timing needs it. `hold` and `flush` enqueue work and return at once."""
+
+    def is_quiet(self) -> bool:
+        """Wait until nothing is in flight on its device; False if that takes too long."""
 
     def hold(self, milliseconds: float) -> None:
         """Delay the work that follows."""
@@ -92,143 +138,86 @@ class TimedStream(Protocol):
     def flush(self) -> None:
         """Overwrite the L2 cache."""
 
-    def mark(self) -> Mark: ...
-
-
-class Mark(Protocol):
-    """A point in a stream, as torch's events are."""
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool:
-        """Whether the stream has reached it."""
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end_event: Mark) -> float:
-        """Return the milliseconds from this mark to a later one."""
-
-
-class StreamTimer:
-    """Times candidates on a stream, in rounds."""
-
-    def __init__(self, stream: TimedStream, clock: Callable[[], float] = perf_counter) -> None:
-        self._stream, self._clock = stream, clock
-        self._launching: dict[str, float | None] = {}  # milliseconds; None: the run itself waits for the GPU
-
-    def __call__(self, runs: Runs) -> Times:
-        for name, run in runs.items():
-            for _ in range(WARM_UPS):
-                began = self._clock()
-                run()
-                self._launching[name] = self._since(began)  # of the last: the first may compile
-        on_gpu: dict[str, list[float]] = {name: [] for name in runs}
-
-        def once(name: str) -> float:
-            of_gpu, of_host = self._once(name, runs[name])
-            on_gpu[name].append(of_gpu)
-            return max(of_gpu, of_host)
-
-        eager = rounds(list(runs), once, self._clock)
-        return Times(eager, {name: median(samples) for name, samples in on_gpu.items()})
-
-    def _once(self, name: str, run: Timeable) -> tuple[float, float]:
-        for _ in range(TRIES):
-            launching = self._launching[name]
-            on_gpu, on_host, held = self.measured(run, launching)
-            if held or launching is None:
-                return on_gpu, on_host
-            self._launching[name] = on_host
-        self._launching[name] = None
-        return self._once(name, run)
-
-    def measured(self, run: Timeable, launching: float | None) -> tuple[float, float, bool]:
-        """Return milliseconds on GPU and host, and whether the host was done before the GPU began."""
-        start, end = self._stream.mark(), self._stream.mark()
-        if launching is not None:
-            self._stream.hold(2 * launching + SLACK)
-        self._stream.flush()
-        start.record()
-        began = self._clock()
-        run()
-        on_host = self._since(began)
-        end.record()
-        held = not start.query()
-        end.synchronize()
-        return start.elapsed_time(end), on_host, held
-
-    def _since(self, began: float) -> float:
-        return 1e3 * (self._clock() - began)
+    def mark(self) -> Any:
+        """Enqueue a point that has the methods of torch's events."""
 
 
 class StreamClock:
-    """Times runs that all ranks make together, one at a time: the longer of its times on GPU and host.
+    """Times single runs on a stream: milliseconds on the GPU, and on the host."""
 
-    All of them run it equally often: a run that was not held for long enough is not repeated.
-    """
-
-    # Milliseconds. Nearly all ways are launched in less, and so held equally long on all ranks: a rank that
-    # held its stream for less than the others would count its wait for them.
-    LEAST_LAUNCHING = 0.5
-    TRIES = 3  # to hold a way for as long as launching it takes
-
-    def __init__(self, timer: StreamTimer) -> None:
-        self._timer = timer
-        self._launching: dict[str, float] = {}  # of the last run of each way
+    def __init__(
+        self, stream: TimedStream, clock: Callable[[], float] = perf_counter, meet: Timeable | None = None
+    ) -> None:
+        """meet: enqueues a meeting of all ranks that run the same"""
+        self._stream, self._clock, self._meet = stream, clock, meet
+        self._launching: dict[str, float] = {}  # of the last run of each name
         self._missed: dict[str, int] = {}  # so many runs of it in turn were not held for long enough
 
-    def __call__(self, name: str, run: Timeable) -> float:
-        launching = max(self.LEAST_LAUNCHING, self._launching.get(name, 0.0))
-        on_gpu, on_host, held = self._timer.measured(run, launching)
-        self._missed[name] = 0 if held else self._missed.get(name, 0) + 1
-        # a run that waits for its stream on the host is never held, and would double the hold each time
-        self._launching[name] = on_host if self._missed[name] < self.TRIES else self.LEAST_LAUNCHING
-        return max(on_gpu, on_host)
+    def __call__(self, name: str, run: Timeable) -> tuple[float, float]:
+        missed = self._missed.get(name, 0)
+        if missed < TRIES:  # else it waits for its stream, and would be held longer each time
+            self._stream.hold(2 * max(LEAST_LAUNCHING, self._launching.get(name, 0.0)) + SLACK)
+        self._stream.flush()
+        enqueuing = self._clock()
+        if self._meet is not None:
+            self._meet()
+        start = self._stream.mark()
+        began = self._clock()
+        run()
+        ended, end = self._clock(), self._stream.mark()
+        self._launching[name], on_host = 1e3 * (ended - enqueuing), 1e3 * (ended - began)
+        self._missed[name] = missed + 1 if start.query() else 0
+        end.synchronize()
+        return float(start.elapsed_time(end)), on_host
+
+
+def time_on(
+    stream: TimedStream, runs: Mapping[str, Timeable], clock: Callable[[], float] = perf_counter
+) -> Times:
+    """Time candidates on a stream."""
+    once = StreamClock(stream, clock)
+    on_gpu: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        for _ in range(WARM_UPS):
+            run()
+
+    def longer(name: str) -> float:
+        of_gpu, of_host = once(name, runs[name])
+        on_gpu[name].append(of_gpu)
+        return max(of_gpu, of_host)
+
+    eager, company = rounds(list(runs), longer, clock, is_quiet=stream.is_quiet)
+    captured = {name: median(samples) for name, samples in on_gpu.items()}
+    return Times(eager, captured, company or _noise(on_gpu.values()))
 
 
 class CudaStream:
-    """The current stream of the current device."""
+    """The current stream of a device."""
 
     CYCLES = 1_000_000  # of a sleep that shows how long they take
 
     def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
         cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self._flushed = torch.empty(2 * cache_bytes, dtype=torch.int8, device=device)
-        start, end = self.mark(), self.mark()
-        start.record()
-        torch.cuda._sleep(self.CYCLES)
-        end.record()
+        self._cycles = float(self.CYCLES)  # in a millisecond
+        start = self.mark()
+        self.hold(1.0)
+        end = self.mark()
         end.synchronize()
-        self._cycles = self.CYCLES / start.elapsed_time(end)  # in a millisecond
+        self._cycles = self.CYCLES / start.elapsed_time(end)
+
+    def is_quiet(self) -> bool:
+        return is_quiet(self._stream.device)
 
     def hold(self, milliseconds: float) -> None:
-        torch.cuda._sleep(int(milliseconds * self._cycles))
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(int(milliseconds * self._cycles))
 
     def flush(self) -> None:
         self._flushed.zero_()
 
-    def mark(self) -> Mark:
-        return cast("Mark", torch.cuda.Event(enable_timing=True))
-
-
-class CudaTimer:
-    """Times candidates on the current stream of a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __call__(self, runs: Runs) -> Times:
-        with torch.cuda.device(self._device):
-            return StreamTimer(CudaStream(self._device))(runs)
-
-
-def cuda_clock(device: torch.device) -> Clock:
-    """Make a StreamClock on the current stream of a device, for one choice: its memory is not kept."""
-    with torch.cuda.device(device):
-        clock = StreamClock(StreamTimer(CudaStream(device)))
-
-    def once(name: str, run: Timeable) -> float:
-        with torch.cuda.device(device):
-            return clock(name, run)
-
-    return once
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tpkernels.dispatch.primitives import primitive, primitive_in_place
@@ -22,10 +21,6 @@ from tpkernels.kernels.reference import (
     embedding_ref,
     softmax_statistics_ref,
 )
-
-
-def _lookup_fake(ids: Tensor, weight: Tensor, first_id: int) -> Tensor:
-    return weight.new_empty(ids.shape[0], weight.shape[1])
 
 
 def _rows(layer: Layer) -> tuple[int, int]:
@@ -46,49 +41,39 @@ def _lookup_sample(layer: Layer) -> tuple[Any, ...]:
 # (T, H): rows of the table, zeros for ids of other ranks
 lookup = primitive(
     Primitive(
-        "lookup",
+        "lookup(Tensor ids, Tensor weight, SymInt first_id) -> rows",
         embedding_ref,
         launcher("embedding", "embedding_fwd", "first_id"),
         _lookup_sample,
-        schema="(Tensor ids, Tensor weight, SymInt first_id) -> Tensor",
-        fake=_lookup_fake,
-        takes=lambda ids, weight, first_id: weight.dtype in DTYPES,
+        lambda ids, weight, first_id: weight.dtype in DTYPES,
+        fake=lambda ids, weight, first_id: weight.new_empty(ids.shape[0], weight.shape[1]),
     )
 )
-
-
-def _lookup_grad_fake(dy: Tensor, ids: Tensor, rows: int, first_id: int, dtype: torch.dtype) -> Tensor:
-    return dy.new_empty(rows, dy.shape[1], dtype=dtype)
 
 
 # (rows, H): the gradient of this rank's shard of the table
 lookup_grad = primitive(
     Primitive(
-        "lookup_grad",
+        "lookup_grad(Tensor dy, Tensor ids, SymInt rows, SymInt first_id, ScalarType dtype) -> dweight",
         embedding_bwd_ref,
         launcher("embedding", "embedding_bwd", "rows", "first_id", "dtype"),
         lambda layer: (layer.x(), _ids(layer), *_rows(layer), layer.dtype),
-        schema="(Tensor dy, Tensor ids, SymInt rows, SymInt first_id, ScalarType dtype) -> Tensor",
-        fake=_lookup_grad_fake,
-        takes=lambda dy, *_: dy.dtype in DTYPES,
+        lambda dy, *_: dy.dtype in DTYPES,
+        fake=lambda dy, ids, rows, first_id, dtype: dy.new_empty(rows, dy.shape[1], dtype=dtype),
     )
 )
-
-
-def _softmax_statistics_fake(logits: Tensor, *_: object) -> Tensor:
-    return logits.new_empty(4, logits.shape[0], dtype=sums_dtype(logits.dtype))
 
 
 # (4, T): maximum, total, picked and summed of each row, of its first `columns`; with a scale weighted
 softmax_statistics = primitive(
     Primitive(
-        "softmax_statistics",
+        "softmax_statistics(Tensor logits, Tensor target, SymInt columns, SymInt first_id, float? scale) "
+        "-> statistics",
         softmax_statistics_ref,
         launcher("cross_entropy", "softmax_statistics", "columns", "first_id", "scale"),
         lambda layer: (layer.dy(), _ids(layer), layer.out_features, 0, None),
-        schema="(Tensor logits, Tensor target, SymInt columns, SymInt first_id, float? scale) -> Tensor",
-        fake=_softmax_statistics_fake,
-        takes=lambda logits, *_: logits.dtype in DTYPES,
+        lambda logits, *_: logits.dtype in DTYPES,
+        fake=lambda logits, *_: logits.new_empty(4, logits.shape[0], dtype=sums_dtype(logits.dtype)),
     )
 )
 
@@ -101,7 +86,9 @@ def _cross_entropy_grad_sample(layer: Layer) -> tuple[Any, ...]:
 # (T, V): the gradient of the logits; in their memory if `in_place`
 cross_entropy_grad = primitive_in_place(
     Primitive(
-        "cross_entropy_grad",
+        "cross_entropy_grad(Tensor(a!) logits, Tensor target, Tensor maximum, Tensor total, Tensor dloss, "
+        "SymInt columns, SymInt first_id, float on_target, float off_target, bool in_place, float? scale, "
+        "Tensor? mean, Tensor? dentropy) -> dlogits",
         cross_entropy_grad_ref,
         launcher(
             "cross_entropy",
@@ -109,7 +96,6 @@ cross_entropy_grad = primitive_in_place(
             *("columns", "first_id", "on_target", "off_target", "in_place", "scale", "mean", "dentropy"),
         ),
         _cross_entropy_grad_sample,
-        changes_first=True,
-        takes=lambda logits, *_: logits.dtype in DTYPES,
+        lambda logits, *_: logits.dtype in DTYPES,
     )
 )

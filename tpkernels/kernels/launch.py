@@ -167,15 +167,17 @@ def results(
     *,
     sums: bool = False,
     dtype: torch.dtype | None = None,
+    in_place: bool = False,
 ) -> tuple[Tensor, ...]:
     """Where a kernel writes: into `out`, if that has what `require_results` says, else into new tensors.
 
     sums: a matrix may be in fp32, too: what is added to others before it is rounded
     dtype: of matrices; None: that of the first input
+    in_place: an input may be given as `out`: the kernel has read an element before it writes it
     """
     if out is not None:
         given = (out,) if isinstance(out, Tensor) else tuple(out)
-        require_results(launcher, wanted, given, inputs, sums, dtype)
+        require_results(launcher, wanted, given, inputs, sums, dtype, in_place)
         return given
     like = inputs[0][1]
     assert like is not None, "the first input is always there"

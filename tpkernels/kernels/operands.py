@@ -212,11 +212,12 @@ def require_results(
     inputs: Sequence[Named],
     sums: bool = False,
     dtype: torch.dtype | None = None,
+    in_place: bool = False,
 ) -> None:
     """What a kernel is to write into: of these shapes, contiguous, apart from each other and the inputs.
 
     Matrices have `dtype`, or that of the first input, or fp32 if they may be `sums`; vectors are sums in
-    fp32. Rows of a larger contiguous matrix are contiguous.
+    fp32. Rows of a larger contiguous matrix are contiguous. in_place: a result may be an input itself.
     """
     words = ", ".join(f"{name} {shape}" for name, shape in wanted.items())
     if len(given) != len(wanted):
@@ -224,6 +225,7 @@ def require_results(
     like = inputs[0][1]
     assert like is not None, "the first input is always there"
     taken = [(name, tensor) for name, tensor in inputs if tensor is not None]
+    count = len(taken)
     for (name, shape), tensor in zip(wanted.items(), given, strict=True):
         dtypes = {dtype or like.dtype} if len(shape) == 2 else {torch.float32}
         dtypes |= {torch.float32} if sums else set()
@@ -239,8 +241,9 @@ def require_results(
                 f"{tensor.device}"
             )
         _require_not_negated(launcher, f"{name} of out", tensor)
-        for other, its in taken:
-            if share_memory(tensor, its):
+        for number, (other, its) in enumerate(taken):
+            replaced = in_place and tensor is its and number < count
+            if share_memory(tensor, its) and not replaced:
                 raise ValueError(
                     f"{launcher}: expected {name} of out with memory of its own, got some of {other}, which "
                     "the kernel may read or write later"
@@ -261,6 +264,26 @@ def _addresses(tensor: Tensor) -> tuple[int, int]:
         return start, start
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.element_size()
+
+
+def are_halves(first: Tensor, second: Tensor) -> bool:
+    """Whether two matrices are the upper and the lower half of one, which lies in memory row by row."""
+    return (
+        second.data_ptr() - first.data_ptr() in (0, first.nbytes)  # quick to look at; 0 without memory
+        and first.shape == second.shape
+        and first.numel() > 0
+        and first.dtype == second.dtype
+        and first.is_contiguous()
+        and second.is_contiguous()
+        and second.storage_offset() == first.storage_offset() + first.numel()
+        and second.untyped_storage()._cdata == first.untyped_storage()._cdata
+    )
+
+
+def stacked(first: Tensor, second: Tensor) -> Tensor:
+    """Return the matrix whose halves these are."""
+    rows, cols = first.shape
+    return first.as_strided((2 * rows, cols), (cols, 1), first.storage_offset())
 
 
 def require_ids(launcher: str, name: str, ids: Tensor, like: Tensor, length: int | None = None) -> None:

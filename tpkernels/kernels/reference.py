@@ -70,7 +70,12 @@ def dgrad_act_ref(
 
 def dglu_ref(dy: Tensor, weight: Tensor, g: Tensor, u: Tensor, kind: Glu) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of g and u in (f(g) * u) weightᵀ, and f(g) * u again -> (dg, du, h)."""
-    dh, gate = dy @ weight, act_ref(g, GATE_OF[kind])
+    return glu_grad_ref(dy @ weight, g, u, kind)
+
+
+def glu_grad_ref(dh: Tensor, g: Tensor, u: Tensor, kind: Glu) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of g and u in f(g) * u, and f(g) * u again -> (dg, du, h)."""
+    gate = act_ref(g, GATE_OF[kind])
     return act_grad_ref(dh * u, g, GATE_OF[kind]), dh * gate, gate * u
 
 

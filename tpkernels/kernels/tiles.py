@@ -52,6 +52,9 @@ SLOT_SUM = BlockTile(16, 128, num_warps=4, per_processor=8)
 # Beside a margin a processor has one program: of a larger block, so that enough bytes are on their way to it.
 SLOT_SUM_ALONE = BlockTile(32, 512, num_warps=16)
 INTERPRETED_SLOT_SUM = BlockTile(16, 32, num_warps=4)
+# One pass over matrices: a thread has 16 elements of each; with 32 ragged rows of three matrices spill
+ELEMENTS = BlockTile(32, 128, num_warps=8)
+INTERPRETED_ELEMENTS = BlockTile(16, 32, num_warps=4)
 # Cross-entropy: a program takes so many logits of a row at a time
 LOGITS = BlockTile(1, 2048, num_warps=8)
 INTERPRETED_LOGITS = BlockTile(1, 32, num_warps=4)

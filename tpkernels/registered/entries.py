@@ -8,7 +8,7 @@ kernel's own words on Ada and the smaller Blackwell, so that the pointer form is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tpkernels.kernels.operands import Form
 from tpkernels.kernels.scaled import DTYPE_OF
 from tpkernels.kernels.target import A100, B200, H100, L40S, MI300, Target
 from tpkernels.kernels.tiles import (
+    ELEMENTS,
     EMBEDDING,
     EMBEDDING_GRAD,
     KERNELS,
@@ -267,6 +268,22 @@ FP8_FORMS = (
 )
 
 
+# kernel -> its epilogues: the costliest, which is compiled in fp32 and for ragged rows, too; the usual ones
+ELEMENTWISE: Mapping[str, Mapping[str, partial[Results]]] = {
+    "activate": {
+        "geglu": partial(recording.gate, kind="geglu"),
+        "swiglu": partial(recording.gate, kind="swiglu"),
+        "gelu_tanh": partial(recording.activate, activation="gelu_tanh"),
+    },
+    "act_grad": {
+        "gelu+db": partial(recording.act_grad, activation="gelu"),
+        "gelu_tanh+db": partial(recording.act_grad, activation="gelu_tanh"),
+        "gelu_tanh": partial(recording.act_grad, activation="gelu_tanh", bias_grad=False),
+    },
+    "glu_grad": {kind: partial(recording.glu_grad, kind=kind) for kind in ("geglu", "swiglu")},
+}
+
+
 _ACT = partial(recording.quantize, activation="silu")
 _GLU = partial(_ACT, gated=True)
 QUANTIZED: Mapping[str, partial[Results]] = {
@@ -413,10 +430,26 @@ def _row_specs() -> Iterator[EntrySpec]:
             yield _row_spec(kernel, f"{LOGITS.block_cols}", dtype, recording.cross_entropy)
             with_entropy = partial(recording.cross_entropy, scale=0.7)
             yield _row_spec(kernel, f"{LOGITS.block_cols}/entropy", dtype, with_entropy)
+    yield from _elementwise_specs()
     for name in recording.other_primitives():
         of = MetaOperands(T, N, K, BF16, chunks=2)
         call = partial(recording.primitive, name=name)
         yield EntrySpec(f"{name}/pointer/{SHORT_NAMES[BF16]}/sample", call, of, A100, ARCHITECTURES)
+
+
+def _elementwise_specs() -> Iterator[EntrySpec]:
+    """On AMD apart: what is quick on NVIDIA's GPUs is PTX."""
+    block = f"{ELEMENTS.block_rows}x{ELEMENTS.block_cols}"
+    for kernel, calls in ELEMENTWISE.items():
+        way, costliest = next(iter(calls.items()))
+        ragged = _row_spec(kernel, f"{block}/{way}/ragged", BF16, costliest)
+        for spec in (
+            *(_row_spec(kernel, f"{block}/{name}", BF16, call) for name, call in calls.items()),
+            _row_spec(kernel, f"{block}/{way}", FP32, costliest),
+            replace(ragged, of=MetaOperands(T + 1, N + 1, K + 1, BF16, ragged=True)),
+        ):
+            yield replace(spec, architectures=NVIDIA)
+            yield replace(spec, name=f"gfx942/{spec.name}", target=MI300, architectures=("gfx942",))
 
 
 def _row_spec(kernel: str, way: str, dtype: torch.dtype, call: LauncherCall, features: int = K) -> EntrySpec:

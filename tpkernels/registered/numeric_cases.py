@@ -166,6 +166,13 @@ def _rows(of: Operands) -> Iterator[NumericCase]:
     yield NumericCase(f"bias_grad/{way}/ordered", partial(recording.row_sums, of, ordered))
     yield NumericCase(f"reduce_slots/{way}", partial(recording.slot_sums, of))
     yield NumericCase(f"reduce_slots/{way}/tree", partial(recording.slot_sums, of, slots=4, tree=True))
+    for activation in ACTIVATIONS:
+        yield NumericCase(f"activate/{way}/{activation}", partial(recording.activate, of, activation))
+        yield NumericCase(f"act_grad/{way}/{activation}", partial(recording.act_grad, of, activation))
+    yield NumericCase(f"act_grad/{way}/no_db", partial(recording.act_grad, of, "silu", bias_grad=False))
+    for unit in GATE_OF:
+        yield NumericCase(f"activate/{way}/{unit}", partial(recording.gate, of, unit))
+        yield NumericCase(f"glu_grad/{way}/{unit}", partial(recording.glu_grad, of, unit))
     yield NumericCase(f"advance/{way}", partial(recording.advance, of))
     yield NumericCase(f"embedding_fwd/{way}", partial(recording.primitive, of, "lookup"))
     yield NumericCase(f"embedding_bwd/{way}", partial(recording.primitive, of, "lookup_grad"))

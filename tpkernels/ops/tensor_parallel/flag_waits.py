@@ -56,9 +56,11 @@ class FlagKernels:
         return "TPKERNELS_BACKEND=triton, whose kernels would wait in the interpreter" if interprets else ""
 
     def agree_choices(self, device: torch.device) -> None:
-        """Through the store of the world: a rank may be in several groups, and has one chooser."""
+        """Through the store of the world: a rank may be in several groups, and has one autotuner."""
         if device.type == "cuda" and dist.is_initialized() and backends.resolve_backend(device) == "fastest":
-            primitives.chooser_on(device).agree_through(distributed_c10d._get_default_store())
+            # of NCCL alone, for the next collective; torch made it for ranks that compile
+            extend = getattr(distributed_c10d, "_add_ephemeral_timeout_for_all_pgs", lambda more: None)
+            primitives.autotuner_on(device).agree_through(distributed_c10d._get_default_store(), extend)
 
     def advance(self, word: Tensor, awaited: Tensor, step: int, code: int) -> None:
         _home("flags").advance(word, awaited, step, code)

@@ -8,7 +8,7 @@ of the call that waits for the choice, and with the product that hides its trans
     symmetric                where all ranks are on one machine and kernels compute: one kernel of ours, which
                              waits for rows or stores them; with each of its tiles
     symmetric in n rounds    the same memory, rows pushed by copies: each part of the product by torch or by a
-                             kernel of ours, as the chooser says
+                             kernel of ours, as the autotuner says
 
 In these cases nothing is timed, and collectives move the rows, as many as arithmetic says:
 
@@ -29,7 +29,7 @@ what a trial takes, and compiled its kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -43,15 +43,15 @@ from tpkernels.comm.groups import timeout_of
 from tpkernels.comm.schedule import MOST_CHUNKS, pushed_chunks
 from tpkernels.comm.tensor_parallel import Moved
 from tpkernels.comm.transports import select
-from tpkernels.comm.transports.c10d import collectives_of, rounds_for
+from tpkernels.comm.transports.c10d import collectives_of, gather_small, rounds_for
 from tpkernels.comm.transports.in_memory import Mailboxes
 from tpkernels.comm.transports.rows import Gather, Terms, Transport
 from tpkernels.comm.transports.symmetric import SymmetricExchange
 from tpkernels.dispatch import backends, log
+from tpkernels.dispatch.autotune import autotuner_on, why_not_now, winner
 from tpkernels.dispatch.cache import Cache, Choice
-from tpkernels.dispatch.chooser import Decision, chooser_on, obstacle, winner
-from tpkernels.dispatch.problem import dtype_class, multiplied_in_tf32, token_class
-from tpkernels.dispatch.timing import Clock, cuda_clock, rounds
+from tpkernels.dispatch.candidates import dtype_class, multiplied_in_tf32, token_class
+from tpkernels.dispatch.timing import Clock, CudaStream, StreamClock, is_quiet, rounds
 from tpkernels.env import env_flag
 from tpkernels.kernels import invariance
 from tpkernels.kernels.matmul_tile import MatmulTile
@@ -59,7 +59,8 @@ from tpkernels.kernels.operands import DTYPES
 from tpkernels.ops.tensor_parallel.flag_waits import FLAG_KERNELS, NO_TILE, Work, pairs_of, tiles_to_try
 
 MOST_TIMED = 32  # a layer has about ten
-ROUNDS = 7  # a number, and not a time: all ranks must run as often
+ROUNDS = 15  # a number, and not a time: all ranks must run as often
+MARGIN = 0.05  # of the usual way's time: what moves rows is shared with other jobs, and varies more
 TOLERANCE = 1e-2  # of the norm: ways round at different places
 TRIAL_SECONDS = 20.0  # until a rank that does not come is an error, while a way is tried
 _NO_MEMORY = "out of memory", "memoryerror"  # in what an error says
@@ -128,7 +129,7 @@ def choose(
     key = key_of(moved, group.size(), exchanges.machines)
     trial = Trial(moved, like, group, exchanges, work)
     usual = Way(rounds_for(like, moved.rows, moved.width, group.size()))
-    if why := obstacle(moved.device):  # no rank may talk now; all are in the same call
+    if why := why_not_now(moved.device):  # no rank may talk now; all are in the same call
         log.choices.info("%s: %s (not timed now: %s)", key, usual.name, why)
         return trial.transport(usual)
     if len(exchanges.chosen) >= MOST_TIMED:
@@ -139,19 +140,35 @@ def choose(
         return offers_of_all(key, call, "", "", texts)
 
     chooser = WayChooser(
-        key, trial, tell, cuda_clock(moved.device), cache_on(moved.device), exchanges.dropped
+        key,
+        trial,
+        tell,
+        clock_on(moved.device, trial.meet),
+        cache_on(moved.device),
+        exchanges.dropped,
+        partial(is_quiet, moved.device),
     )
-    decision = chooser.choose(trial.ways(usual), usual, _why_not_timed())
-    log.choices.info("%s", decision)
-    chosen = exchanges.chosen[moved._replace(width=0)] = trial.transport(decision.candidate)
+    way, choice = chooser.choose(trial.ways(usual), usual, _why_not_timed())
+    log.choices.info("%s: %s", key, choice)
+    chosen = exchanges.chosen[moved._replace(width=0)] = trial.transport(way)
     if isinstance(chosen, Mailboxes):
         chosen.exchange.timeout = timeout_of(group, moved.device)
     return chosen
 
 
+def _announce(key: str, count: int) -> None:
+    """Log what is chosen before it takes its time."""
+    log.choices.info("%s: choosing among %d ways, %g s each at most", key, count, TRIAL_SECONDS)
+
+
+def clock_on(device: torch.device, meet: Callable[[], None]) -> Clock:
+    """Return a clock for one choice: its memory is not kept. meet: enqueues a meeting of the ranks"""
+    return StreamClock(CudaStream(device), meet=meet)
+
+
 def cache_on(device: torch.device) -> Cache:
     """Return the cache of choices, which kernels and ways share."""
-    return chooser_on(device).cache
+    return autotuner_on(device).cache
 
 
 def _why_not_timed() -> str:
@@ -238,6 +255,11 @@ class Trial:
         found = gathering.all() if self._work is None else self._work[2](gathering)
         return [tensor for tensor in _tensors(found) if tensor.is_floating_point()]
 
+    def meet(self) -> None:
+        """Have this rank's stream wait for those of all ranks."""
+        call = begin(self._moved.op, f"meeting before a trial of the {self._moved.purpose}", self._group)
+        gather_small(call, self._like.new_zeros(1))
+
     def transport(self, way: Way) -> Transport:
         """Return the transport of a way that is open, whose kernel takes the tile of the way."""
         if not way.in_memory:
@@ -291,14 +313,19 @@ class WayChooser:
     clock: Clock
     cache: Cache
     dropped: dict[str, str]  # ways that failed in choices of the group, and why
+    is_quiet: Callable[[], bool] = lambda: True  # waits until nothing is in flight on this rank's GPU
 
-    def choose(self, ways: Sequence[Way], default: Way, why_not: str = "") -> Decision[Way]:
-        """Choose a way; all ranks call this at once. Of memory only what the way takes is open afterwards.
+    def choose(self, ways: Sequence[Way], default: Way, why_not: str = "") -> tuple[Way, Choice]:
+        """Choose a way, and say why; all ranks call this at once.
+
+        Of memory only what the way takes is open afterwards.
 
         default: one of `ways`
         why_not: why this rank may not time now
         """
         cached = self.cache.get(self.key)
+        if cached and cached.company and not why_not:  # timed beside other work: it is made again
+            cached = None
         ours = [default.name, cached.name if cached else "", why_not, ",".join(way.name for way in ways)]
         told = self.tell(ours)
         offered = [set(names.split(",")) for *_, names in told]
@@ -316,18 +343,19 @@ class WayChooser:
         if cached and kept == {cached.name} and cached.name in possible:
             way = possible[cached.name]
             if why := self._drops(way):
-                return Decision(self.key, usual, "not timed", detail=why)
-            return Decision(self.key, way, "cached", cached.milliseconds)
+                return usual, Choice(usual.name, source=f"not timed: {why}")
+            return way, replace(cached, source="cached")
         for rank, (_, _, why, _) in enumerate(told):
             if why:
-                return Decision(self.key, usual, "not timed", detail=f"rank {rank}: {why}")
+                return usual, Choice(usual.name, source=f"not timed: rank {rank}: {why}")
         return self._timed(list(possible.values()), usual)
 
-    def _timed(self, possible: Sequence[Way], usual: Way) -> Decision[Way]:
+    def _timed(self, possible: Sequence[Way], usual: Way) -> tuple[Way, Choice]:
         if len(possible) == 1:
-            return Decision(self.key, usual, "only one")
+            return usual, Choice(usual.name, source="only one")
+        _announce(self.key, len(possible))
         if why := self._drops(usual):
-            return Decision(self.key, usual, "not timed", detail=why)
+            return usual, Choice(usual.name, source=f"not timed: {why}")
         expected = self.trial.run(usual)
         sound, untried = [usual], [way for way in possible if way is not usual]
         complete = not self.dropped
@@ -341,15 +369,16 @@ class WayChooser:
                 untried = [each for each in sound if each.in_memory] + untried
                 sound = [each for each in sound if not each.in_memory]
         if len(sound) == 1:
-            return Decision(self.key, usual, "only one", detail="no other works")
-        milliseconds = self._slowest(sound)
-        name = winner(milliseconds, usual.name)
+            return usual, Choice(usual.name, source="only one: no other works")
+        milliseconds, company = self._slowest(sound)
+        name = winner(milliseconds, usual.name, MARGIN)
         (chosen,) = (way for way in sound if way.name == name)
         if not chosen.in_memory:
             self.trial.close()
+        choice = Choice(name, milliseconds, company=company)
         if complete:  # else the next process may choose from more
-            self.cache.put(self.key, Choice(name, milliseconds))
-        return Decision(self.key, chosen, "timed", milliseconds)
+            self.cache.put(self.key, choice)
+        return chosen, choice
 
     def _drops(self, way: Way, expected: Sequence[Tensor] | None = None) -> str:
         """Open a way; return why it is dropped, the same on all ranks, or "".
@@ -383,13 +412,18 @@ class WayChooser:
         problems = enumerate(self.tell([ours]))
         return next((f"rank {rank}: {theirs}" for rank, (theirs,) in problems if theirs), "")
 
-    def _slowest(self, ways: Sequence[Way]) -> dict[str, float]:
-        """Time each way, and return its median on the slowest rank."""
+    def _slowest(self, ways: Sequence[Way]) -> tuple[dict[str, float], str]:
+        """Time each way; return its median on the slowest rank, and what else ran on a rank, or ""."""
         runs = {way.name: partial(self.trial.run, way) for way in ways}
-        medians = rounds(list(runs), lambda name: self.clock(name, runs[name]), exactly=ROUNDS)
+        medians, company = rounds(
+            list(runs), lambda name: max(self.clock(name, runs[name])), is_quiet=self.is_quiet, exactly=ROUNDS
+        )
         ours = " ".join(f"{milliseconds:.6g}" for milliseconds in medians.values())
-        by_rank = [[float(word) for word in times.split()] for (times,) in self.tell([ours])]
-        return {name: max(times) for name, times in zip(runs, zip(*by_rank, strict=True), strict=True)}
+        told = self.tell([ours, company])
+        by_rank = [[float(word) for word in times.split()] for times, _ in told]
+        beside = next((f"{theirs} on rank {rank}" for rank, (_, theirs) in enumerate(told) if theirs), "")
+        slowest = {name: max(times) for name, times in zip(runs, zip(*by_rank, strict=True), strict=True)}
+        return slowest, beside
 
 
 def mismatch(found: Sequence[Tensor], expected: Sequence[Tensor]) -> str:

@@ -11,32 +11,62 @@ what accumulates does so where nobody looks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from math import sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tpkernels.dispatch.problem import Problem
+from tpkernels.dispatch.candidates import TuneKey
 from tpkernels.dispatch.record import Primitive
-from tpkernels.kernels.operands import FP8
+from tpkernels.kernels.operands import FP8, are_halves, stacked
 
 ALIGNMENT = 16  # bytes; more of it decides nothing
 FP8_SIZE = 64.0  # of elements in fp8: as if the largest of thousands had been scaled to 448
+BLOCK = 16  # rows and columns: no tile of a kernel is smaller
+FEW = 16.0  # see `allowed`
+
+# What one rounding to nearest adds to a result's norm, as a part of it: half of the last bit spread evenly
+# (ulp / sqrt 12), over values spread evenly in their powers of two.
+ROUNDING: Mapping[torch.dtype, float] = {
+    torch.float32: 2.5e-8,
+    torch.float16: 2.1e-4,
+    torch.bfloat16: 1.66e-3,
+}
+# Between two honest 16-bit results lie the kernel's rounding and torch's: one for a product (together sqrt 2
+# = 1.4 roundings), up to four for a gated unit (two products, the gate, their product: sqrt 5 = 2.2, where
+# the slope of the gate adds some), or six where cuBLAS adds up to eight parts of a split reduction in 16 bits
+# (sqrt 7 = 2.6). 3.6 roundings are 6e-3 of bf16, 7.5e-4 of fp16.
+ROUNDINGS = 3.6
+# tf32 keeps 10 bits behind the point. To cut the others off makes each operand smaller by 3.5e-4 on average,
+# hence the product by 7e-4; to round does not. What is random about either is 3e-4 in a sum of any length.
+TF32_BOUND = 2e-3
+# Hopper adds products of fp8 with some 14 bits, and cuts the others off: up to 2e-3 of a sum of 128 if all
+# errors have one sign, 1e-4 where signs are random. Sums of more than 128 are kept in fp32.
+FP8_BOUND = 2e-3
+# With fast accumulation they are not: emulated, random sums are off by 2.1e-5 times the root of their depth.
+FAST_BOUND = 5e-5
+
+Outputs = tuple[Tensor | None, ...]
 
 
 def scratch_like(arguments: tuple[Any, ...], depth: int, device: torch.device) -> tuple[Any, ...]:
-    """The same arguments with other tensors, on `device`; the user's random stream is left alone.
+    """Return the arguments with other tensors, on `device`; the user's random stream is left alone.
 
     depth: length of the reduction; its fourth root keeps products at a size of one, within any dtype
     """
     generator = torch.Generator(device).manual_seed(0)
     scale = max(depth, 1) ** -0.25
     scaled = any(isinstance(argument, Tensor) and argument.dtype in FP8 for argument in arguments)
-    return tuple(
+    made = [
         _scratch(argument, scale, scaled, generator) if isinstance(argument, Tensor) else argument
         for argument in arguments
-    )
+    ]
+    for i, pair in enumerate(pairwise(arguments)):  # weights that are one remain so
+        if all(isinstance(each, Tensor) and each.ndim == 2 for each in pair) and are_halves(*pair):
+            made[i : i + 2] = _scratch(stacked(*pair), scale, scaled, generator).chunk(2)
+    return tuple(made)
 
 
 def _scratch(like: Tensor, scale: float, scaled: bool, generator: torch.Generator) -> Tensor:
@@ -59,9 +89,6 @@ def _scratch(like: Tensor, scale: float, scaled: bool, generator: torch.Generato
     return memory.as_strided(like.shape, like.stride(), offset)
 
 
-Outputs = tuple[Tensor | None, ...]
-
-
 def results_of(record: Primitive[..., Any], run: Callable[..., Any], arguments: tuple[Any, ...]) -> Outputs:
     """Return a candidate's results for these arguments, and leave all arguments unchanged."""
     if record.changes_first:
@@ -73,57 +100,28 @@ def results_of(record: Primitive[..., Any], run: Callable[..., Any], arguments: 
     return tuple(results) if isinstance(results, tuple) else (results,)
 
 
-def spoil_freed(results: Outputs) -> None:
+def poison_freed(results: Outputs) -> None:
     """Leave NaN in freed memory of these sizes, which the next results of such sizes are given.
 
-    It may hold right results of somebody else: what a candidate does not write would not show.
+    It may hold right results of another candidate: what a candidate does not write would not show.
     """
-    spoilt = [torch.full_like(one, torch.nan) for one in results if one is not None]
-    del spoilt  # all at once, so that each has a block of its own
+    poisoned = [torch.full_like(one, torch.nan) for one in results if one is not None]
+    del poisoned  # all at once, so that each has a block of its own
 
 
-BLOCK = 16  # rows and columns: no tile of a kernel is smaller
-FEW = 16.0  # see `allowed`
-
-# What one rounding to nearest adds to a result's norm, as a part of it: half of the last bit spread evenly
-# (ulp / sqrt 12), over values spread evenly in their powers of two.
-ROUNDING: Mapping[torch.dtype, float] = {
-    torch.float32: 2.5e-8,
-    torch.float16: 2.1e-4,
-    torch.bfloat16: 1.66e-3,
-}
-
-# Between two honest 16-bit results lie the kernel's rounding and torch's: one for a product (together sqrt 2
-# = 1.4 roundings), up to four for a gated unit (two products, the gate, their product: sqrt 5 = 2.2, where
-# the slope of the gate adds some), or six where cuBLAS adds up to eight parts of a split reduction in 16 bits
-# (sqrt 7 = 2.6). 3.6 roundings are 6e-3 of bf16, 7.5e-4 of fp16.
-ROUNDINGS = 3.6
-
-# tf32 keeps 10 bits behind the point. To cut the others off makes each operand smaller by 3.5e-4 on average,
-# hence the product by 7e-4; to round does not. What is random about either is 3e-4 in a sum of any length.
-TF32_BOUND = 2e-3
-
-
-# Hopper adds products of fp8 with some 14 bits, and cuts the others off: up to 2e-3 of a sum of 128 if all
-# errors have one sign, 1e-4 where signs are random. Sums of more than 128 are kept in fp32.
-FP8_BOUND = 2e-3
-# With fast accumulation they are not: emulated, random sums are off by 2.1e-5 times the root of their depth.
-FAST_BOUND = 5e-5
-
-
-def bound_of(problem: Problem) -> float:
+def bound_of(key: TuneKey) -> float:
     """How far two honest results of many values may be apart, as a part of their norm."""
-    if problem.tf32:
+    if key.tf32:
         return TF32_BOUND
-    rounding = ROUNDING[problem.result]
-    if problem.dtype in FP8:
-        fast = FAST_BOUND * sqrt(problem.depth) if "fast" in problem.options else 0.0
+    rounding = ROUNDING[key.result]
+    if key.dtype in FP8:
+        fast = FAST_BOUND * sqrt(key.depth) if "fast" in key.options else 0.0
         return FP8_BOUND + fast + ROUNDINGS * rounding
-    if problem.dtype != torch.float32:
+    if key.dtype != torch.float32:
         return ROUNDINGS * rounding
     # n terms added one by one in fp32: the k-th sum, sqrt k large, is rounded. All in all that is sqrt(n / 2)
     # roundings of the last one, and sqrt n between two results. Twice that: terms may differ in size.
-    return 2 * rounding * (ROUNDINGS + sqrt(max(problem.depth, problem.tokens)))
+    return 2 * rounding * (ROUNDINGS + sqrt(max(key.depth, key.tokens)))
 
 
 def allowed(bound: float, count: int) -> float:
@@ -135,9 +133,9 @@ def allowed(bound: float, count: int) -> float:
     return bound * (1 + FEW / sqrt(count))
 
 
-def mismatch(actual: Outputs, expected: Outputs, problem: Problem) -> str | None:
-    """In words, where and how far a result is off; None if it is sound."""
-    bound = bound_of(problem)
+def mismatch(actual: Outputs, expected: Outputs, key: TuneKey) -> str | None:
+    """In words, where and how far a result is off; None if it is right."""
+    bound = bound_of(key)
     for i, (ours, torchs) in enumerate(zip(actual, expected, strict=True)):
         if ours is None or torchs is None:
             if ours is not torchs:
@@ -148,13 +146,9 @@ def mismatch(actual: Outputs, expected: Outputs, problem: Problem) -> str | None
                 f"result {i} is {tuple(ours.shape)} in {ours.dtype}, "
                 f"expected {tuple(torchs.shape)} in {torchs.dtype}"
             )
-        if ours.numel() and (words := _far_off(_as_matrix(ours), _as_matrix(torchs), bound)):
+        if ours.numel() and (words := _far_off(torch.atleast_2d(ours), torch.atleast_2d(torchs), bound)):
             return f"result {i} is off by {words}"
     return None
-
-
-def _as_matrix(x: Tensor) -> Tensor:
-    return x if x.ndim == 2 else x.reshape(1, -1)
 
 
 def _far_off(actual: Tensor, expected: Tensor, bound: float) -> str | None:
@@ -171,7 +165,9 @@ def _far_off(actual: Tensor, expected: Tensor, bound: float) -> str | None:
     if bool((parts <= limit).all()) and whole <= most:  # a NaN is neither
         return None
     worst = int(parts.nan_to_num(nan=float("inf")).argmax())  # counted row by row
-    top, left = _start(worst // parts.shape[1], height, rows), _start(worst % parts.shape[1], width, cols)
+    # the last block of a dimension begins so early that it is a whole one
+    top, left = worst // parts.shape[1] * height, worst % parts.shape[1] * width
+    top, left = min(top, rows - height), min(left, cols - width)
     return (
         f"{whole:.1e} of itself, allowed {most:.1e}; most at rows {top} to {top + height - 1}, columns "
         f"{left} to {left + width - 1}: {float(parts.flatten()[worst]):.1e}, allowed {limit:.1e}"
@@ -187,7 +183,3 @@ def _sums_of_rows(x: Tensor, height: int) -> Tensor:
     even = x.shape[0] // height * height
     sums = x[:even].unflatten(0, (-1, height)).sum(1)
     return sums if even == x.shape[0] else torch.cat([sums, x[-height:].sum(0, keepdim=True)])
-
-
-def _start(block: int, size: int, extent: int) -> int:
-    return min(block * size, extent - size)
