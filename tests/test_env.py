@@ -1,8 +1,8 @@
-"""Environment variables that are on or off, and nothing else."""
+"""Environment variables that are on or off, or one of some words, and nothing else."""
 
 import pytest
 
-from tpkernels.env import env_flag
+from tpkernels.env import env_choice, env_flag
 
 
 @pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), ("", True), (None, True)])
@@ -18,3 +18,13 @@ def test_neither_on_nor_off_is_refused(value, monkeypatch):
     monkeypatch.setenv("TPKERNELS_SWITCH", value)
     with pytest.raises(ValueError, match=f"TPKERNELS_SWITCH is '{value}'; expected 0 or 1"):
         env_flag("TPKERNELS_SWITCH", default=False)
+
+
+def test_a_word_is_one_of_those_that_are_known(monkeypatch):
+    monkeypatch.setenv("TPKERNELS_SWITCH", "")
+    assert env_choice("TPKERNELS_SWITCH", ("0", "1", "timed")) == "0"
+    monkeypatch.setenv("TPKERNELS_SWITCH", "timed")
+    assert env_choice("TPKERNELS_SWITCH", ("0", "1", "timed")) == "timed"
+    monkeypatch.setenv("TPKERNELS_SWITCH", "yes")
+    with pytest.raises(ValueError, match="TPKERNELS_SWITCH is 'yes'; expected 0, 1 or timed"):
+        env_choice("TPKERNELS_SWITCH", ("0", "1", "timed"))

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 # Blocks of a collective of NCCL, each of which occupies a processor: its own choice on an H100, and the most
 # that we let it take where it runs beside products.
 NCCL_BLOCKS = 16
+
+
+def env_choice(name: str, values: Sequence[str]) -> str:
+    """Return the variable, by default the first of `values`; ValueError if it is none of them."""
+    value = os.environ.get(name) or values[0]
+    if value not in values:
+        raise ValueError(f"{name} is {value!r}; expected {', '.join(values[:-1])} or {values[-1]}")
+    return value
 
 
 def env_flag(name: str, default: bool) -> bool:

@@ -92,7 +92,7 @@ def test_the_backend_sums_if_it_is_told_to(scatter):
         return row_linear(x, w[:, :8], torch.ones(len(w)), dist.new_group(), sequence_parallel=scatter)
 
     expected = y()
-    with patch.object(tensor_parallel, "backend_sums", True):
+    with patch.object(tensor_parallel, "backend_sums", "1"):
         with pytest.raises(ValueError, match=r"^row_linear: TPKERNELS_BACKEND_SUMS=1 leaves sums of tensors"):
             y()
         with patch.object(tensor_parallel, "require_backend_sums", lambda *_, **__: None):
@@ -105,8 +105,8 @@ def test_ranks_that_differ_in_who_sums_or_in_how_rows_are_cut_are_refused():
     rank, x = dist.get_rank(), torch.randn(4, 8)
     shards, gather = "row_linear: shards of the sum", "column_linear: gather of x"
     for op, sums, rounds, words in (
-        (row_linear, rank == 1, 1, (f"{shards} (4, 4)", f"{shards} by the backend (4, 4)")),
-        (column_linear, False, 1 + rank, (f"{gather} (4, 8)", f"{gather} in 2 rounds (4, 8)")),
+        (row_linear, str(rank), 1, (f"{shards} (4, 4)", f"{shards} by the backend (4, 4)")),
+        (column_linear, "0", 1 + rank, (f"{gather} (4, 8)", f"{gather} in 2 rounds (4, 8)")),
     ):
         group = dist.new_group()
         with (
@@ -344,7 +344,7 @@ def test_a_region_is_one_collective():
 
 
 def test_the_backend_sums_in_one_launch(monkeypatch):
-    monkeypatch.setattr(tensor_parallel, "backend_sums", True)
+    monkeypatch.setattr(tensor_parallel, "backend_sums", "1")
     monkeypatch.setattr(tensor_parallel, "require_backend_sums", lambda *_, **__: None)
     with noting(R) as group, torch.no_grad():
         row_linear(leaf(T, N), leaf(K, N), None, group, sequence_parallel=True)

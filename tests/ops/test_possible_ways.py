@@ -1,8 +1,11 @@
 """Which ways move a shape, how a choice of one is named, and which results are wrong."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
+from tpkernels.comm import tensor_parallel
 from tpkernels.ops.tensor_parallel import ways
 from tpkernels.ops.tensor_parallel.ways import Way, mismatch
 
@@ -27,6 +30,22 @@ def test_ways_that_are_possible_follow_from_sizes(purpose, width, in_memory, nam
     moved = ways.Moved("op", purpose, 16, 24, torch.float32, torch.device("cuda"), width)
     found = ways.possible_ways(moved, 2, Way(1), (), in_memory=in_memory)
     assert sorted(way.name for way in found) == names
+
+
+@pytest.mark.parametrize("by_backend", [False, True])
+def test_over_collectives_all_is_summed_in_one_way_of_ours(by_backend):
+    moved = ways.Moved("op", "reduces", 16, 24, torch.float32, torch.device("cuda"), 8, to_all=True)
+    found = ways.possible_ways(moved, 2, Way(2), (), in_memory=False, by_backend=by_backend)
+    assert [way.name for way in found] == ["2 collectives", *["the backend's sum"] * by_backend]
+
+
+def test_a_way_is_kept_apart_by_who_may_sum():
+    """What was timed among more ways is not taken where one of them is not allowed, nor the reverse."""
+    moved = ways.Moved("op", "reduces", 16, 24, torch.float32, torch.device("cuda"), 8)
+    keys = {ways.key_of(moved._replace(to_all=to_all), 2, 1) for to_all in (False, True)}
+    with patch.object(tensor_parallel, "backend_sums", "timed"):
+        keys |= {ways.key_of(moved._replace(to_all=to_all), 2, 1) for to_all in (False, True)}
+    assert len(keys) == 4
 
 
 def test_a_way_timed_with_tf32_is_kept_apart():

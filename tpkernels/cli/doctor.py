@@ -34,7 +34,7 @@ _SWITCH = ("0", "1", "")
 _ANYTHING = ()  # a path, or a number that its reader checks
 VARIABLES: dict[str, tuple[str, ...]] = {  # allowed values
     "TPKERNELS_BACKEND": ("auto", "torch", "triton"),
-    "TPKERNELS_BACKEND_SUMS": _SWITCH,
+    "TPKERNELS_BACKEND_SUMS": (*_SWITCH, "timed"),
     "TPKERNELS_BATCH_INVARIANT": _SWITCH,
     "TPKERNELS_CACHE_DIR": _ANYTHING,
     "TPKERNELS_CHECK_REPLICAS": _ANYTHING,

@@ -36,11 +36,12 @@ from tpkernels.comm.transports.c10d import (
 )
 from tpkernels.comm.transports.in_memory import Mailboxes
 from tpkernels.comm.transports.rows import Gather, Kernels, Reduce, Reduced, Terms, Transport, part_of
-from tpkernels.env import env_flag
+from tpkernels.env import env_choice
 from tpkernels.tp_invariance import OpInSegments, own_segments
 
+# Who sums over ranks: we, in the order of ranks ("0"), the backend ("1"), or who is timed fastest ("timed").
 # Read once. Ranks that differ in it make calls of other kinds, which they compare.
-backend_sums = env_flag("TPKERNELS_BACKEND_SUMS", default=False)
+backend_sums = env_choice("TPKERNELS_BACKEND_SUMS", ("0", "1", "timed"))
 
 
 class Computing(Kernels, Protocol):
@@ -302,7 +303,12 @@ class TensorParallel:
         """Return the transport that TPKERNELS_TRANSPORT, sizes or timing say; None for c10d."""
         computing, group, ranks = self._computing, self.group, self.ranks
         rows, cols = moved.rows, moved.cols
-        if computing is None or not (rows and cols) or rows % ranks or (backend_sums and moved.reduces):
+        if (
+            computing is None
+            or not (rows and cols)
+            or rows % ranks
+            or (moved.reduces and backend_sums == "1")
+        ):
             return None
         assert group is not None
         exchanges = select.exchanges_of(moved.op, group, computing.against_sharing())
@@ -325,7 +331,7 @@ class TensorParallel:
 
     def _c10d_for(self, moved: Moved, like: Tensor, work: object, *, has_tags: bool) -> Transport:
         computing, ranks, rows = self._computing, self.ranks, moved.rows
-        if backend_sums and moved.reduces:
+        if moved.reduces and backend_sums == "1":
             require_backend_sums(moved.op, like.device, select.requested_transport, tree=work.tree)  # type: ignore[attr-defined]
             return BackendSums()
         if has_tags:

@@ -214,7 +214,7 @@ def _own_rows(round: Round, chunk: Tensor, own: slice) -> Tensor:
 
 
 class BackendSums(Collectives):
-    """The backend takes the sums, if TPKERNELS_BACKEND_SUMS=1: off by default.
+    """The backend takes the sums: off by default, see TPKERNELS_BACKEND_SUMS.
 
     No slots are written and read. The backend adds in an order of its own, and may round in between; the bias
     is added to the rounded sum. So bits depend on how ranks are connected and on the backend's version.

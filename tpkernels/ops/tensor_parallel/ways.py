@@ -7,6 +7,8 @@ of the call that waits for the choice, and with the product that hides its trans
     n collectives            each with a part of the product, where there is a product and n divides the ranks
     symmetric                where all ranks are on one machine and kernels compute: one kernel of ours, which
                              waits for rows or stores them; with each of its tiles
+    the backend's sum        for sums, with TPKERNELS_BACKEND_SUMS=timed, which allows its order: one
+                             collective, as NCCL's all-reduce in the switches of NVLink
     symmetric in n rounds    the same memory, rows pushed by copies: each part of the product by torch or by a
                              kernel of ours, as the autotuner says
 
@@ -37,13 +39,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpkernels.comm import tensor_parallel
 from tpkernels.comm.agreement import offers_of_all
-from tpkernels.comm.calls import begin, handshake
+from tpkernels.comm.calls import Call, begin, handshake
 from tpkernels.comm.groups import timeout_of
 from tpkernels.comm.schedule import MOST_CHUNKS, pushed_chunks
-from tpkernels.comm.tensor_parallel import Moved
+from tpkernels.comm.tensor_parallel import Moved, TensorParallel
 from tpkernels.comm.transports import select
-from tpkernels.comm.transports.c10d import collectives_of, gather_small, rounds_for
+from tpkernels.comm.transports.c10d import BackendSums, collectives_of, gather_small, rounds_for
 from tpkernels.comm.transports.in_memory import Mailboxes
 from tpkernels.comm.transports.rows import Gather, Terms, Transport
 from tpkernels.comm.transports.symmetric import SymmetricExchange
@@ -57,6 +60,7 @@ from tpkernels.kernels import invariance
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.operands import DTYPES
 from tpkernels.ops.tensor_parallel.flag_waits import FLAG_KERNELS, NO_TILE, Work, pairs_of, tiles_to_try
+from tpkernels.ops.tensor_parallel.parallel import TIMED_KERNELS
 
 MOST_TIMED = 32  # a layer has about ten
 ROUNDS = 15  # a number, and not a time: all ranks must run as often
@@ -73,14 +77,18 @@ class Way(NamedTuple):
 
     rounds: collectives, or products through memory; 0: one kernel of ours waits for rows, or stores them
     tile: of that kernel; None: as it takes untold
+    by_backend: the backend adds
     """
 
     rounds: int
     in_memory: bool = False
     tile: MatmulTile | None = None
+    by_backend: bool = False
 
     @property
     def name(self) -> str:
+        if self.by_backend:
+            return "the backend's sum"
         plural = "s" * (self.rounds > 1)
         if not self.in_memory:
             return f"{self.rounds} collective{plural}"
@@ -90,21 +98,36 @@ class Way(NamedTuple):
 
 
 def possible_ways(
-    moved: Moved, ranks: int, usual: Way, tiles: Iterable[MatmulTile], *, in_memory: bool
+    moved: Moved,
+    ranks: int,
+    usual: Way,
+    tiles: Iterable[MatmulTile],
+    *,
+    in_memory: bool,
+    by_backend: bool = False,
 ) -> list[Way]:
     """List the ways to move a matrix.
 
     usual: what is taken without timing
     tiles: of the kernel that waits or stores, besides the one that it takes untold
+    by_backend: the backend may add, in an order of its own
     """
     most = MOST_CHUNKS if moved.width else 1
     in_rounds = [count for count in range(1, most + 1) if ranks % count == 0]
-    ways = [usual, *(Way(count) for count in in_rounds)]
+    ways = [usual]
+    if not moved.to_all:  # over c10d arithmetic alone cuts an all-reduce
+        ways += [Way(count) for count in in_rounds]
+    if by_backend:
+        ways.append(Way(1, by_backend=True))
     if in_memory:
         ways += [Way(0, True), *(Way(0, True, tile) for tile in tiles)]
         if moved.width or moved.reduces:  # a gather without a product waits for all rows in either way
             ways += [Way(count, True) for count in in_rounds]
     return list(dict.fromkeys(ways))
+
+
+def _backend_may_add() -> bool:
+    return tensor_parallel.backend_sums == "timed"
 
 
 def key_of(moved: Moved, ranks: int, machines: int) -> str:
@@ -115,7 +138,8 @@ def key_of(moved: Moved, ranks: int, machines: int) -> str:
     dtype = dtype_class(moved.dtype, multiplied_in_tf32(moved.dtype))
     sizes = f"{token_class(moved.rows)}x{moved.cols}x{moved.width}"
     how = f"{moved.how.removeprefix(' in ')} as " * bool(moved.how)
-    return f"{moved.op} {moved.purpose} {how}{dtype} {sizes} {ranks} ranks {machines} machines"
+    who = " to all" * moved.to_all + " by whom is fastest" * (moved.reduces and _backend_may_add())
+    return f"{moved.op} {moved.purpose}{who} {how}{dtype} {sizes} {ranks} ranks {machines} machines"
 
 
 def choose(
@@ -204,7 +228,10 @@ class Trial:
         may_open = self._shared is not None or of_group.has_room()
         in_memory = backends.backend != "torch" and taken and of_group.machines == 1 and may_open
         tiles = self._tiles() if in_memory else ()
-        return possible_ways(moved, self._group.size(), usual, tiles, in_memory=in_memory)
+        by_backend = _backend_may_add() and self._terms is not None and not self._terms.tree
+        return possible_ways(
+            moved, self._group.size(), usual, tiles, in_memory=in_memory, by_backend=by_backend
+        )
 
     def _tiles(self) -> tuple[MatmulTile, ...]:
         """List tiles of the kernel that waits or stores, besides the one that it takes untold."""
@@ -249,11 +276,24 @@ class Trial:
         """
         moved, transport = self._moved, self.transport(way)
         call = begin(moved.op, f"trial of the {moved.purpose}", self._group)
+        if self._terms is not None and moved.to_all:
+            return [self._sum_of_all(call, transport, self._terms)]
         if self._terms is not None:
             return [transport.reduce(call, self._terms, None, at_once=False).wait()]
         gathering = transport.gather(call, self._like, moved.rows, keeps=False, at_once=False)
         found = gathering.all() if self._work is None else self._work[2](gathering)
         return [tensor for tensor in _tensors(found) if tensor.is_floating_point()]
+
+    def _sum_of_all(self, call: Call, transport: Transport, terms: Terms) -> Tensor:
+        """Return the sum of all rows; one that memory has reduced is gathered by a collective."""
+        if isinstance(transport, BackendSums):
+            return transport.all_reduce(call, terms, None).wait()
+        if isinstance(transport, Mailboxes):
+            reduced = transport.reduce(call, terms, None, at_once=False).wait()
+            gather = begin(call.op, "trial of the gather of sums", self._group)
+            return collectives_of(1).gather(gather, reduced, terms.rows, keeps=False, at_once=True).all()
+        tp = TensorParallel(self._group, computing=TIMED_KERNELS, in_memory=False)
+        return tp.all_reduce(call.op, terms).wait()
 
     def meet(self) -> None:
         """Have this rank's stream wait for those of all ranks."""
@@ -262,6 +302,8 @@ class Trial:
 
     def transport(self, way: Way) -> Transport:
         """Return the transport of a way that is open, whose kernel takes the tile of the way."""
+        if way.by_backend:
+            return BackendSums()
         if not way.in_memory:
             return collectives_of(way.rounds, FLAG_KERNELS if FLAG_KERNELS.adds(self._like) else None)
         exchange = self._memory()
