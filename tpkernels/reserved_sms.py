@@ -30,9 +30,9 @@ import torch
 from tpkernels.extension import ExtensionState, extension
 from tpkernels.files import cache_folder, parsed, read_text, replace_text
 
-Library = Literal["cublas", "cublaslt", "scaled", "ours"]
-LIBRARIES: tuple[Library, ...] = get_args(Library)
-MODEL: Mapping[Library, bool] = {"cublas": False, "cublaslt": True, "scaled": True, "ours": True}
+ProductLibrary = Literal["cublas", "cublaslt", "scaled", "ours"]
+LIBRARIES: tuple[ProductLibrary, ...] = get_args(ProductLibrary)
+MODEL: Mapping[ProductLibrary, bool] = {"cublas": False, "cublaslt": True, "scaled": True, "ours": True}
 
 
 class Reservation(NamedTuple):
@@ -123,7 +123,7 @@ def way_beside_collectives(gpu: str) -> Literal["as usual", "cublaslt", "ours"]:
 
 
 @cache
-def measured(gpu: str) -> Mapping[Library, bool]:
+def measured(gpu: str) -> Mapping[ProductLibrary, bool]:
     """Return which libraries `qualify` has seen to obey on GPUs of this name, with this torch; read once."""
     path = _path_for(gpu)
     with suppress(OSError, ValueError):
@@ -133,7 +133,7 @@ def measured(gpu: str) -> Mapping[Library, bool]:
     return {}
 
 
-def keep(gpu: str, obeys: Mapping[Library, bool]) -> Path | None:
+def keep(gpu: str, obeys: Mapping[ProductLibrary, bool]) -> Path | None:
     """Write the answers of a GPU where `measured` finds them; None without a folder to write into."""
     path = _path_for(gpu)
     if path is not None:

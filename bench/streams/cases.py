@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
 from unittest.mock import patch
@@ -285,6 +285,32 @@ def gathers_in_flight(machine: Machine, *, multiplied: bool = False) -> tuple[Pr
     return program, [wanted] * ranks
 
 
+def sums_in_flight(machine: Machine) -> tuple[Program, list[list[Tensor]]]:
+    """Return a program of two sums at once through one exchange: copies push one, a kernel the other."""
+    ranks = machine.ranks
+    weight = _numbers((NARROW, WIDE), 2000)
+
+    def terms_of(rank: int, number: int) -> Tensor:
+        return _numbers((SHARD * ranks, WIDE), 2100 + 10 * number + rank)
+
+    def body(group: ProcessGroup) -> list[Tensor]:
+        results, tp, w = [], split_of("sums", group, True), weight.to("cuda")
+        for call in range(CALLS):
+            pending = []
+            for number in (2 * call, 2 * call + 1):
+                a = terms_of(group.rank(), number).to("cuda")
+                terms = PLAIN.terms([(a, w)], True, a.dtype)
+                by_copies = replace(terms, pairs=())
+                pending.append(tp.reduce_scatter("sums", terms if number % 2 else by_copies))
+            results += [each.wait() for each in pending]
+        return results
+
+    with _in_chunks(1):
+        program = record(machine, body)
+    sums = [sum(terms_of(rank, number) @ weight.t() for rank in range(ranks)) for number in range(2 * CALLS)]
+    return program, [[split(total, "rows", rank, ranks) for total in sums] for rank in range(ranks)]
+
+
 def without_reference(
     name: str, machine: Machine, transport: str, *, captured: bool = False
 ) -> tuple[Program, None]:
@@ -424,6 +450,7 @@ def buckets_beside_backward(machine: Machine, tensor: int = 1) -> tuple[Program,
         tp = group_among(range(first, first + tensor))
         dp = group_among(range(rank % tensor, ranks, tensor))
         layers = [[shard.to("cuda") for shard in shards(rank, layer)] for layer in range(2)]
+        layers = [[x.requires_grad_(), *others] for x, *others in layers]  # its gradient is reduce-scattered
         parameters = [t.requires_grad_() for _, *weights, _ in layers for t in weights]
         buckets = BucketModel(parameters, dp)
         results = []
@@ -504,6 +531,7 @@ def all_programs() -> dict[str, Callable[[], Recorded]]:
         for name, multiplied in (("gathers in flight", False), ("products in flight", True)):
             program = partial(gathers_in_flight, machine, multiplied=multiplied)
             found[_named(name, "symmetric", ranks)] = program
+        found[_named("sums in flight", "symmetric", ranks)] = partial(sums_in_flight, machine)
         for tensor in (1, 2)[: ranks // 2]:
             name = "buckets" if tensor == 1 else "buckets beside tensor-parallel groups"
             found[_named(name, "c10d", ranks)] = partial(buckets_beside_backward, machine, tensor)

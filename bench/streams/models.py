@@ -176,11 +176,11 @@ def _as_rows_arrive(
     tile: of rows and columns of the result
     """
     block_rows, block_cols = arguments["BLOCK_ROWS"], arguments["BLOCK_COLS"]
-    (T, N), chunk_rows = result.shape, arguments["chunk_rows"]
+    (T, N), chunk_rows = result.shape, arguments.get("chunk_rows")
     row_tiles, col_tiles = -(-T // block_rows), -(-N // block_cols)
 
     def step(index: int) -> Step:
-        t = (arguments["first_tile"] + index // col_tiles) % row_tiles * block_rows
+        t = (arguments.get("first_tile", 0) + index // col_tiles) % row_tiles * block_rows
         n = index % col_tiles * block_cols
         rows, cols = slice(t, min(t + block_rows, T)), slice(n, min(n + block_cols, N))
         run, reads, writes = tile(rows, cols)

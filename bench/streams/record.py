@@ -163,7 +163,7 @@ class NcclGroup(dist.ProcessGroup):
         super().__init__(rank, ranks)  # type: ignore[call-arg]  # as torch's own test groups do
         device = current_device()
         self.members: tuple[int, ...] = tuple(range(device.program.ranks))  # ranks of the program
-        self.name = "virtual"
+        self.name = f"virtual {device.program.number('groups of all', device.rank)}"
         self._stream, self._blocks = Stream(), nccl_blocks(device.program.processors)
         self._together: list[tuple[_Messages, _Messages]] | None = None
 
