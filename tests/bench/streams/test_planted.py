@@ -4,7 +4,7 @@ from importlib import import_module
 
 import pytest
 
-from bench.streams import cases, tensors
+from bench.streams import tensors
 from bench.streams.device import MachineError
 from bench.streams.search import search
 from tests.bench.streams.planted import FAULTS, Fault, edited
@@ -46,16 +46,17 @@ BLIND = {  # what the machine can tell, taken away, and a fault that it then mis
         "reserved SMs are never given back",
     ),
     "two groups": (
-        lambda: edited(searching, "require_waves_beside", "sum(task.", "max(task."),
+        lambda: edited(
+            searching,
+            "require_waves_beside",
+            "sum(task.needs_at_once for task in in_flight.values())",
+            "max([0, *(task.needs_at_once for task in in_flight.values())])",
+        ),
         "two groups reserve the blocks of one",
     ),
     "channels": (
         lambda: edited(searching, "require_channels_apart", "one is not None", "False"),
         "barriers before kernels that push have the channel of pushes",
-    ),
-    "the caller": (
-        lambda: edited(cases, "record", "[[Step(reads=reads)]]", "[[Step()]]"),
-        "a stream is not joined",
     ),
 }
 
