@@ -307,7 +307,10 @@ def sums_in_flight(machine: Machine) -> tuple[Program, list[list[Tensor]]]:
 
     with _in_chunks(1):
         program = record(machine, body)
-    sums = [sum(terms_of(rank, number) @ weight.t() for rank in range(ranks)) for number in range(2 * CALLS)]
+    sums = [
+        torch.stack([terms_of(rank, number) @ weight.t() for rank in range(ranks)]).sum(0)
+        for number in range(2 * CALLS)
+    ]
     return program, [[split(total, "rows", rank, ranks) for total in sums] for rank in range(ranks)]
 
 

@@ -163,7 +163,7 @@ class NcclGroup(dist.ProcessGroup):
         super().__init__(rank, ranks)  # type: ignore[call-arg]  # as torch's own test groups do
         device = current_device()
         self.members: tuple[int, ...] = tuple(range(device.program.ranks))  # ranks of the program
-        self.name = f"virtual {device.program.number('groups of all', device.rank)}"
+        self.label = f"virtual {device.program.number('groups of all', device.rank)}"
         self._stream, self._blocks = Stream(), nccl_blocks(device.program.processors)
         self._together: list[tuple[_Messages, _Messages]] | None = None
 
@@ -172,7 +172,7 @@ class NcclGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> Any:
-        return self.name
+        return self.label
 
     def _get_backend(self, device: torch.device) -> Any:
         return NcclBackend(self._blocks)
@@ -192,8 +192,8 @@ class NcclGroup(dist.ProcessGroup):
         if len(self.members) != self.size():
             raise MachineError("expected a group of all ranks, or of `group_among`, got another")
         stream.wait_stream(device.stream)
-        collectives = self.name, "collective"
-        kind = (self.name, among) if among else (*collectives, device.program.number(collectives, rank))
+        collectives = self.label, "collective"
+        kind = (self.label, among) if among else (*collectives, device.program.number(collectives, rank))
         ends: list[TransferEnd] = []
         spans: dict[bool, list[Span]] = {True: [], False: []}
         for is_sent, messages in ((True, sends), (False, receives)):
@@ -338,7 +338,7 @@ def group_among(ranks: Sequence[int]) -> ProcessGroup:
         tuple(ranks), name=name, description=name, timeout=timedelta(60), backend=None, options=None
     )
     assert isinstance(group, NcclGroup), "the machine's backend makes it"
-    group.members, group.name = tuple(ranks), name
+    group.members, group.label = tuple(ranks), name
     return group
 
 

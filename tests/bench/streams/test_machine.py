@@ -374,7 +374,7 @@ def test_a_program_ends_when_its_caller_can_read_the_results():
         with torch.cuda.Stream():
             return [ones(4)]
 
-    with pytest.raises(MachineError, match="the caller reads its results .* in no order"):
+    with pytest.raises(MachineError, match=r"the caller reads its results .* in no order"):
         searched(body)
 
 
@@ -404,7 +404,7 @@ def test_groups_are_communicators_of_their_own():
 
 def test_a_product_beside_two_groups_leaves_processors_to_both():
     program = record(Machine(4), partial(in_two_groups, leaves=1))
-    with pytest.raises(MachineError, match="leaves 1 processors while .* and .* which need 2"):
+    with pytest.raises(MachineError, match=r"leaves 1 processors while .* and .* which need 2"):
         search(program, 1, waves=True)
 
 
