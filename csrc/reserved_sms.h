@@ -14,7 +14,13 @@ namespace tpkernels {
 struct TorchSettings {
   static std::optional<int32_t> sms() { return at::globalContext()._SMCarveout_EXPERIMENTAL(); }
   static void set_sms(std::optional<int32_t> sms) { at::globalContext()._setSMCarveout_EXPERIMENTAL(sms); }
-  static bool can_prefer_lt() { return at::Context::hasCuBLASLt(); }
+  // torch's way through cuBLASLt may not know the limits that a user sets to sums in half precision.
+  static bool can_prefer_lt() {
+    constexpr auto unlimited = at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK;
+    const auto& context = at::globalContext();
+    return at::Context::hasCuBLASLt() && context.allowFP16ReductionCuBLAS() == unlimited &&
+           context.allowBF16ReductionCuBLAS() == unlimited;
+  }
   static at::BlasBackend library() { return at::globalContext().blasPreferredBackend(); }
   static void set_library(at::BlasBackend library) { at::globalContext().setBlasPreferredBackend(library); }
 };

@@ -13,6 +13,7 @@ from tpkernels import reserved_sms
 from tpkernels.buckets.build import problem_with_extension
 from tpkernels.comm import carveout
 from tpkernels.comm.carveout import reservation_of
+from tpkernels.dispatch import backends
 from tpkernels.reserved_sms import MODEL, ReservedSms, keep, measured, way_beside_collectives
 
 sms, set_sms = torch._C._get_sm_carveout_experimental, torch._C._set_sm_carveout_experimental
@@ -95,6 +96,19 @@ def test_cublaslt_is_preferred_while_something_that_asks_for_it_is_reserved(torc
     assert torchs_library.library == CUBLAS
 
 
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_limits_of_half_sums_are_not_lost_in_another_library(kind, torchs_library):
+    name, settings = f"allow_{kind}_reduced_precision_reduction", ReservedSms()
+    asks = Reservation(16, 66, prefers_lt=True)
+    setattr(torch.backends.cuda.matmul, name, False)
+    try:
+        settings.begin(asks)
+        assert torchs_library.library == CUBLAS
+        settings.end(asks)
+    finally:
+        setattr(torch.backends.cuda.matmul, name, True)
+
+
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_library_that_the_user_prefers_stays(torchs_library, when):
     settings, asks = ReservedSms(), Reservation(16, 66, prefers_lt=True)
@@ -141,6 +155,24 @@ def test_answers_that_cannot_be_read_leave_the_model(text, tmp_path, monkeypatch
     measured.cache_clear()
     assert {**MODEL, **measured("gpu")} == MODEL
     measured.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("way", "reserved", "resolved"),
+    [("ours", 16, "invariant"), ("ours", None, "fastest"), ("cublaslt", 16, "fastest")],
+)
+def test_our_kernels_compute_where_no_library_leaves_reserved_sms(way, reserved, resolved, monkeypatch):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(backends, "_resolved", lambda *_: "fastest")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "gpu")
+    monkeypatch.setattr(backends, "way_beside_collectives", lambda gpu: way)
+    backends._torch_leaves_sms.cache_clear()
+    set_sms(reserved)
+    try:
+        assert backends.resolve_backend(device) == resolved
+    finally:
+        set_sms(None)
+        backends._torch_leaves_sms.cache_clear()
 
 
 @pytest.mark.parametrize(("way", "prefers_lt"), [("as usual", False), ("cublaslt", True), ("ours", False)])

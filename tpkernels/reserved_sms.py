@@ -83,7 +83,8 @@ class ReservedSms:
     def _prefer(self, sign: int) -> None:
         kinds = torch._C._BlasBackend
         self._prefer_lt += sign
-        if self._prefer_lt == 1 and sign > 0 and torch._C._get_blas_preferred_backend() == kinds.Cublas:
+        begins = self._prefer_lt == 1 and sign > 0 and not _limits_half_sums()
+        if begins and torch._C._get_blas_preferred_backend() == kinds.Cublas:
             with suppress(RuntimeError):  # a torch without CUDA
                 torch._C._set_blas_preferred_backend(kinds.Cublaslt)
                 self._switched = True
@@ -91,6 +92,15 @@ class ReservedSms:
             self._switched = False
             if torch._C._get_blas_preferred_backend() == kinds.Cublaslt:
                 torch._C._set_blas_preferred_backend(kinds.Cublas)
+
+
+def _limits_half_sums() -> bool:
+    """Whether the user limits sums in half precision, which torch's way through cuBLASLt may not know."""
+    settings = (
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+    )
+    return not all(all(setting) if isinstance(setting, tuple) else setting for setting in settings)
 
 
 class _InExtension:
@@ -117,7 +127,7 @@ def way_beside_collectives(gpu: str) -> Literal["as usual", "cublaslt", "ours"]:
     as usual: by torch's default; cublaslt: by torch, which is to prefer it; ours: by a kernel of ours
     """
     obeys = {**MODEL, **measured(gpu)}
-    if obeys["cublas"]:
+    if obeys["cublas"] or torch.version.hip is not None:  # no library of AMD's reads the setting
         return "as usual"
     return "cublaslt" if obeys["cublaslt"] else "ours"
 

@@ -1,4 +1,4 @@
-"""The probe of reserved SMs on GPUs that are models, and its code for a GPU on stand-ins for torch's functions."""
+"""The probe of reserved SMs on models of GPUs, and its code for a GPU on stand-ins for torch's."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from tpkernels.cli import qualify_ranks, sm_probe
 from tpkernels.cli.sm_probe import CudaGpu, answer_of, probe, probe_and_keep
+from tpkernels.gate.ahead_of_time import Entry, facts_of
 from tpkernels.reserved_sms import LIBRARIES, measured, way_beside_collectives
 
 
@@ -23,7 +24,7 @@ class ModelGpu:
     obeys: dict[str, bool]
     sms: int = 132
     persistent: bool = True
-    noise: float = 0.0
+    noise: float = 0.0  # of the time beside reserved SMs
 
     @property
     def libraries(self) -> Any:
@@ -33,15 +34,14 @@ class ModelGpu:
         counts_on = self.sms - (reserved if self.obeys[library] else 0)
         here = self.sms - busy
         waves = -(-counts_on // here) if self.persistent else counts_on / here
-        return 100 * self.sms / counts_on * waves * (1 + self.noise)
+        return 100 * self.sms / counts_on * waves * (1 + self.noise * bool(reserved))
 
 
 @pytest.mark.parametrize("sms", [20, 108, 132, 148])
 @pytest.mark.parametrize("obeys", [False, True])
 @pytest.mark.parametrize("noise", [-0.08, 0.0, 0.08])
 def test_two_waves_are_told_from_fewer_sms(sms, obeys, noise):
-    gpu = ModelGpu({"cublas": obeys}, sms, noise=0.0)
-    gpu.noise = noise
+    gpu = ModelGpu({"cublas": obeys}, sms, noise=noise)
     assert answer_of(gpu, "cublas").obeys == obeys
 
 
@@ -135,6 +135,22 @@ def test_qualify_tells_each_library_and_blames_ours_alone(ours, monkeypatch):
     assert checks["cublas"].status == "right"
     assert checks["cublas"].text.endswith("takes them")
     assert checks["ours"].status == ("right" if ours else "wrong")
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_a_hog_takes_all_registers_of_an_sm(architecture, compiler):
+    pointers = {f"{name}_ptr": "*i32" for name in ("started", "release")}
+    hog = Entry(
+        **{"name": "hog", "module": sm_probe.__name__, "function": "_hog_kernel", "form": "pointer"},
+        arguments={**pointers, "out_ptr": "*fp32", "spin_limit": "i32"},
+        aligned=frozenset(),
+        constants={"HELD": sm_probe.HELD},
+        num_warps=32,
+        num_stages=None,
+        architectures=(architecture,),
+    )
+    facts = compiler.run(facts_of, hog, architecture)
+    assert facts.registers * facts.threads == 65536
 
 
 def test_a_hog_that_gets_no_sms_ends_the_probe(gpu_of_cpu, monkeypatch):
