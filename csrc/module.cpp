@@ -3,6 +3,8 @@
 #include <torch/headeronly/version.h>
 #include <torch/library.h>
 
+#include <limits>
+
 #include "bucket_engine.h"
 #include "collectives.h"
 #include "handover.h"
@@ -37,9 +39,11 @@ c10::intrusive_ptr<BucketEngine> make_engine(
 
 // Of collectives that Python starts. sms: fewer if below zero
 void reserve_sms(int64_t sms, int64_t most, bool prefers_lt) {
-  auto& reserved = ReservedSms<TorchSettings>::of_process();
-  if (sms < 0) return reserved.end({-sms, most, prefers_lt});
-  reserved.begin({sms, most, prefers_lt});
+  const bool ends = sms < 0 && sms > std::numeric_limits<int64_t>::min();
+  const Reservation by{ends ? -sms : sms, most, prefers_lt};
+  by.checked("reserve_sms");
+  auto& reserved = ReservedSms::of_process();
+  ends ? reserved.end(by) : reserved.begin(by);
 }
 
 }  // namespace

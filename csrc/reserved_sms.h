@@ -30,11 +30,18 @@ struct Reservation {
   int64_t sms = 0;          // 0: nothing
   int64_t most = 0;         // of all reservations together: products need some SMs
   bool prefers_lt = false;  // cuBLASLt leaves them free, cuBLAS does not
+
+  // Returns itself.
+  const Reservation& checked(const char* by) const {
+    constexpr int64_t MANY = 1 << 15;  // more than a GPU has
+    TORCH_CHECK_VALUE(sms >= 0 && sms <= MANY && most >= 0 && most <= MANY, by, ": expected to reserve 0 to ",
+                      MANY, " SMs, of at most as many in all, got ", sms, " of ", most);
+    return *this;
+  }
 };
 
 // The only writer of torch's settings in this process, for Python and for gradient buckets. `ReservedSms` in
 // tpkernels/reserved_sms.py does the same where the extension is not built.
-template <typename Settings>
 class ReservedSms {
  public:
   static ReservedSms& of_process() {
@@ -49,32 +56,32 @@ class ReservedSms {
   void change(const Reservation& by, int32_t sign) {
     if (by.sms <= 0) return;
     const std::lock_guard lock(mutex_);
-    const std::optional<int32_t> now = Settings::sms();
+    const std::optional<int32_t> now = TorchSettings::sms();
     const int32_t value = now.value_or(0);
     if (added_ == 0) unset_ = now && *now == 0 ? now : std::nullopt;
     const int32_t users = value < added_ ? value : value - added_;  // smaller: the user has set it meanwhile
-    reserved_ += sign * static_cast<int32_t>(by.sms);
-    added_ = std::clamp(static_cast<int32_t>(by.most) - users, 0, reserved_);
+    reserved_ = std::max<int64_t>(reserved_ + sign * by.sms, 0);
+    added_ = static_cast<int32_t>(std::clamp<int64_t>(by.most - users, 0, reserved_));
     const int32_t total = users + added_;
-    Settings::set_sms(total > 0 ? std::make_optional(total) : unset_);
+    TorchSettings::set_sms(total > 0 ? std::make_optional(total) : unset_);
     if (by.prefers_lt) prefer(sign);
   }
 
   void prefer(int32_t sign) {
-    prefer_lt_ += sign;
-    if (prefer_lt_ == 1 && sign > 0 && Settings::library() == at::BlasBackend::Cublas &&
-        Settings::can_prefer_lt()) {
-      Settings::set_library(at::BlasBackend::Cublaslt);
+    prefer_lt_ = std::max(prefer_lt_ + sign, 0);
+    if (prefer_lt_ == 1 && sign > 0 && TorchSettings::library() == at::BlasBackend::Cublas &&
+        TorchSettings::can_prefer_lt()) {
+      TorchSettings::set_library(at::BlasBackend::Cublaslt);
       switched_ = true;
     }
     if (prefer_lt_ == 0 && std::exchange(switched_, false) &&
-        Settings::library() == at::BlasBackend::Cublaslt) {
-      Settings::set_library(at::BlasBackend::Cublas);
+        TorchSettings::library() == at::BlasBackend::Cublaslt) {
+      TorchSettings::set_library(at::BlasBackend::Cublas);
     }
   }
 
   std::mutex mutex_;
-  int32_t reserved_ = 0;          // by collectives in flight
+  int64_t reserved_ = 0;          // by collectives in flight
   int32_t added_ = 0;             // of these, to what the user has set
   std::optional<int32_t> unset_;  // how the user says that none are reserved
   int32_t prefer_lt_ = 0;         // reservations that prefer cuBLASLt
@@ -85,9 +92,9 @@ class ReservedSms {
 class Reserved {
  public:
   explicit Reserved(const Reservation& reservation) : reservation_(reservation) {
-    ReservedSms<TorchSettings>::of_process().begin(reservation_);
+    ReservedSms::of_process().begin(reservation_);
   }
-  ~Reserved() { ReservedSms<TorchSettings>::of_process().end(reservation_); }
+  ~Reserved() { ReservedSms::of_process().end(reservation_); }
   Reserved(const Reserved&) = delete;
   Reserved& operator=(const Reserved&) = delete;
 

@@ -74,7 +74,7 @@ class ReservedSms:
             users = (
                 value if value < self._added else value - self._added
             )  # smaller: set by the user meanwhile
-            self._reserved += sign * by.sms
+            self._reserved = max(self._reserved + sign * by.sms, 0)
             self._added = min(max(by.most - users, 0), self._reserved)
             torch._C._set_sm_carveout_experimental(users + self._added or self._unset)
             if by.prefers_lt:
@@ -82,7 +82,7 @@ class ReservedSms:
 
     def _prefer(self, sign: int) -> None:
         kinds = torch._C._BlasBackend
-        self._prefer_lt += sign
+        self._prefer_lt = max(self._prefer_lt + sign, 0)
         begins = self._prefer_lt == 1 and sign > 0 and not _limits_half_sums()
         if begins and torch._C._get_blas_preferred_backend() == kinds.Cublas:
             with suppress(RuntimeError):  # a torch without CUDA

@@ -49,7 +49,7 @@ def _hog_kernel(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True)
-class Answer:
+class SmAnswer:
     """A product's times in milliseconds, and whether it leaves reserved SMs free."""
 
     alone: float
@@ -73,12 +73,12 @@ class ProbedGpu(Protocol):
         """Run a product of the library while so many SMs are busy, and so many reserved."""
 
 
-def probe(gpu: ProbedGpu) -> dict[ProductLibrary, Answer]:
+def probe(gpu: ProbedGpu) -> dict[ProductLibrary, SmAnswer]:
     """Return each library's answer."""
     return {library: answer_of(gpu, library) for library in gpu.libraries}
 
 
-def answer_of(gpu: ProbedGpu, library: ProductLibrary) -> Answer:
+def answer_of(gpu: ProbedGpu, library: ProductLibrary) -> SmAnswer:
     busy = max(1, gpu.sms // BUSY)
 
     def timed(busy: int, reserved: int) -> float:
@@ -86,7 +86,7 @@ def answer_of(gpu: ProbedGpu, library: ProductLibrary) -> Answer:
 
     alone, beside, reserved = timed(0, 0), timed(busy, 0), timed(busy, busy)
     left = gpu.sms / (gpu.sms - busy)  # the time on what is left, if the SMs are left; else two waves
-    return Answer(alone, beside, reserved, obeys=reserved / alone < (left + 2) / 2)
+    return SmAnswer(alone, beside, reserved, obeys=reserved / alone < (left + 2) / 2)
 
 
 class CudaGpu:
@@ -166,7 +166,7 @@ def _settings(library: ProductLibrary, reserved: int) -> Iterator[None]:
         torch._C._set_blas_preferred_backend(preferred)
 
 
-def probe_and_keep(device: torch.device) -> Mapping[ProductLibrary, Answer]:
+def probe_and_keep(device: torch.device) -> Mapping[ProductLibrary, SmAnswer]:
     """Probe a GPU, and keep its answers for later processes."""
     with torch.cuda.device(device):
         answers = probe(CudaGpu(device))
