@@ -15,7 +15,6 @@ namespace tpkernels {
 namespace {
 
 constexpr int64_t LONGEST_TIMEOUT_MS = int64_t{365} * 24 * 60 * 60 * 1000;  // clocks overflow in 292 years
-constexpr int64_t MOST_BLOCKS = 1 << 15;
 
 bool is_supported(at::ScalarType dtype) {
   return dtype == at::kDouble || dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
@@ -74,8 +73,7 @@ EngineOptions BucketEngine::checked(EngineOptions options, const std::vector<at:
   TORCH_CHECK_VALUE(options.rank >= 0 && options.rank < std::numeric_limits<int32_t>::max(),
                     "GradientBuckets: expected a rank from 0 that fits 31 bits, got ", options.rank);
   if (options.timeout_ms != -1) check_timeout(options.timeout_ms);  // the group's own
-  TORCH_CHECK_VALUE(options.blocks >= 0 && options.blocks <= MOST_BLOCKS, "GradientBuckets: expected 0 to ",
-                    MOST_BLOCKS, " blocks of a collective, got ", options.blocks);
+  options.reservation.checked("GradientBuckets");
   TORCH_CHECK_VALUE(
       !options.tensor_parallel_group.empty() || std::none_of(marked.begin(), marked.end(), std::identity{}),
       "GradientBuckets: expected a tensor-parallel group for the parameters that are marked, got none");

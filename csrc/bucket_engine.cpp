@@ -68,7 +68,7 @@ BucketEngine::~BucketEngine() { release_resources(); }
 void BucketEngine::release_resources() {
   const Turn turn(order_);
   leave();
-  carveout_.reset();
+  reserved_.reset();
   slots_.clear();  // and with them the hooks, where nobody else holds their nodes
   buckets_.clear();
 }

@@ -21,8 +21,8 @@
 #include <tuple>
 #include <vector>
 
-#include "carveout.h"
 #include "collectives.h"
+#include "reserved_sms.h"
 #include "shared_sums.h"
 #include "side_stream.h"
 #include "turn.h"
@@ -42,7 +42,7 @@ struct EngineOptions {
   std::optional<at::ScalarType> grad_dtype;  // of buckets; the parameters' own if absent
   std::optional<at::ScalarType> wire_dtype;  // of what is sent; if absent the buckets' own, or wider
   int64_t timeout_ms;                        // of a collective; below zero: the group's own
-  int64_t blocks;                            // processors that a collective occupies; 0: none that count
+  Reservation reservation;                   // while collectives are in flight
 };
 
 using Awaited = std::tuple<std::string, bool, std::vector<int64_t>, std::vector<int64_t>>;
@@ -236,7 +236,7 @@ class BucketEngine : public torch::CustomClassHolder {
   bool failed_ = false;       // some of its buckets are not reduced, and will not be
   bool interrupted_ = false;  // the round that `zero` is to end
   bool lost_others_ = false;
-  std::optional<Carveout> carveout_;  // while collectives are in flight
+  std::optional<Reserved> reserved_;  // while collectives are in flight
   std::string failure_;               // of a wire to other machines
   size_t next_ = 0;                   // the bucket to launch
   size_t published_ = 0;              // the bucket to publish in `sums_`

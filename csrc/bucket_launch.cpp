@@ -42,7 +42,7 @@ void BucketEngine::start(Bucket& bucket) {
   c10::OptionalStreamGuard on_side;
   side_.enter(on_side);
   send_on();
-  if (options_.blocks > 0 && !carveout_) carveout_.emplace(static_cast<int32_t>(options_.blocks));
+  if (!reserved_) reserved_.emplace(options_.reservation);
   bucket.wire = bucket.flat.to(wire_dtype(bucket.flat.scalar_type()));
   bucket.half_way = bucket.marked;
   if (bucket.half_way) {
@@ -92,7 +92,7 @@ void BucketEngine::complete() {
   }
   on_side.reset();
   side_.let_current_wait();
-  carveout_.reset();
+  reserved_.reset();
 }
 
 void BucketEngine::await(Bucket& bucket, const LiveGroup& group, const char* operation) {
@@ -124,7 +124,7 @@ void BucketEngine::abandon() noexcept {
     bucket.wire.reset();
     bucket.half_way = false;
   }
-  carveout_.reset();
+  reserved_.reset();
   finished_ = true;
 }
 

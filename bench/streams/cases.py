@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 from torch.nn import functional
 
-from bench.streams.device import Program
-from bench.streams.record import Machine, record
+from bench.streams.device import MachineError, Program, current_device
+from bench.streams.record import Machine, group_among, record
+from bench.streams.search import run_so_far
 from tpkernels.comm import schedule
-from tpkernels.comm.transports import c10d
+from tpkernels.comm.carveout import IN_FLIGHT
+from tpkernels.comm.groups import start_all_reduce
+from tpkernels.comm.side_stream import SideStream
+from tpkernels.comm.transports import c10d, symmetric
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops import (
     column_linear,
@@ -280,6 +285,35 @@ def gathers_in_flight(machine: Machine, *, multiplied: bool = False) -> tuple[Pr
     return program, [wanted] * ranks
 
 
+def sums_in_flight(machine: Machine) -> tuple[Program, list[list[Tensor]]]:
+    """Return a program of two sums at once through one exchange: copies push one, a kernel the other."""
+    ranks = machine.ranks
+    weight = _numbers((NARROW, WIDE), 2000)
+
+    def terms_of(rank: int, number: int) -> Tensor:
+        return _numbers((SHARD * ranks, WIDE), 2100 + 10 * number + rank)
+
+    def body(group: ProcessGroup) -> list[Tensor]:
+        results, tp, w = [], split_of("sums", group, True), weight.to("cuda")
+        for call in range(CALLS):
+            pending = []
+            for number in (2 * call, 2 * call + 1):
+                a = terms_of(group.rank(), number).to("cuda")
+                terms = PLAIN.terms([(a, w)], True, a.dtype)
+                by_copies = replace(terms, pairs=())
+                pending.append(tp.reduce_scatter("sums", terms if number % 2 else by_copies))
+            results += [each.wait() for each in pending]
+        return results
+
+    with _in_chunks(1):
+        program = record(machine, body)
+    sums = [
+        torch.stack([terms_of(rank, number) @ weight.t() for rank in range(ranks)]).sum(0)
+        for number in range(2 * CALLS)
+    ]
+    return program, [[split(total, "rows", rank, ranks) for total in sums] for rank in range(ranks)]
+
+
 def without_reference(
     name: str, machine: Machine, transport: str, *, captured: bool = False
 ) -> tuple[Program, None]:
@@ -365,6 +399,121 @@ def two_streams(machine: Machine, transport: str) -> tuple[Program, list[list[Te
     ]
 
 
+class BucketModel:
+    """Gradient buckets of a parameter each, as `csrc/bucket_launch.cpp` enqueues them on a GPU.
+
+    The engine itself cannot run here: to C++ these tensors lie on a CPU, which has no streams.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], group: ProcessGroup) -> None:
+        self._group, self._side = group, SideStream(torch.device("cuda", 0))
+        self._works: list[Work] = []
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._launch)
+
+    def _launch(self, parameter: Tensor) -> None:
+        current = torch.cuda.current_stream()
+        self._side.wait_for(current)
+        if not self._works:
+            IN_FLIGHT.begin(self._group, torch.device("cuda", 0))
+        assert parameter.grad is not None, "the hook comes after it"
+        with self._side.entered():
+            work = start_all_reduce(self._group, parameter.grad, dist.ReduceOp.SUM, None)
+        self._works.append(work)
+
+    def finish(self) -> None:
+        """Have the current stream wait for all buckets."""
+        with self._side.entered():
+            for work in self._works:
+                work.wait()
+        self._side.let(torch.cuda.current_stream())
+        if self._works:
+            IN_FLIGHT.end(self._group)
+        self._works.clear()
+
+
+def buckets_beside_backward(machine: Machine, tensor: int = 1) -> tuple[Program, list[list[Tensor]]]:
+    """Return a program of two column-parallel layers whose gradients leave in buckets during backward.
+
+    tensor: ranks of a tensor-parallel group; each of its ranks has a data-parallel group beside it
+    """
+    case, ranks = CASES["column, sequence-parallel"], machine.ranks
+    replicas = ranks // tensor
+
+    def shards(rank: int, layer: int) -> list[Tensor]:
+        """Of a rank: operands of a layer, and the gradient of its result."""
+        (x, *weights), dy = _inputs(case, tensor, layer)
+        x = _numbers(x.shape, 500 + rank // tensor)  # each replica has its own tokens
+        hows = (*case.splits, case.result)
+        return [split(t, how, rank % tensor, tensor) for t, how in zip((x, *weights, dy), hows, strict=True)]
+
+    def body(world: ProcessGroup) -> list[Tensor]:
+        rank = world.rank()
+        first = rank // tensor * tensor
+        tp = group_among(range(first, first + tensor))
+        dp = group_among(range(rank % tensor, ranks, tensor))
+        layers = [[shard.to("cuda") for shard in shards(rank, layer)] for layer in range(2)]
+        layers = [[x.requires_grad_(), *others] for x, *others in layers]  # its gradient is reduce-scattered
+        parameters = [t.requires_grad_() for _, *weights, _ in layers for t in weights]
+        buckets = BucketModel(parameters, dp)
+        results = []
+        for _ in range(2):
+            outputs = [case.op(tp, *operands) for *operands, _ in layers]
+            torch.autograd.backward(outputs, [dy for *_, dy in layers])
+            buckets.finish()
+            results += [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+            for parameter in parameters:
+                parameter.grad = None
+        return results
+
+    with _in_chunks(1):
+        program = record(machine, body, "c10d")
+    wanted = []
+    for rank in range(ranks):
+        sums = []
+        for layer in range(2):
+            (x, *weights), dy = _inputs(case, tensor, layer)
+            total = [torch.zeros_like(weight) for weight in weights]
+            for replica in range(replicas):
+                leaves = [weight.clone().requires_grad_() for weight in weights]
+                y = case.whole(_numbers(x.shape, 500 + replica), *leaves)
+                for term, gradient in zip(total, torch.autograd.grad(y, leaves, dy), strict=True):
+                    term += gradient
+            sums += [
+                split(t, how, rank % tensor, tensor) for t, how in zip(total, case.splits[1:], strict=True)
+            ]
+        wanted.append(sums * 2)
+    return program, wanted
+
+
+def rank_that_never_comes(machine: Machine) -> str:
+    """Return the error by which the last rank names rank 0, which makes one call less than the others."""
+    case, ranks, told = CASES["column, sequence-parallel"], machine.ranks, []
+
+    def body(group: ProcessGroup) -> list[Tensor]:
+        rank = group.rank()
+
+        def call() -> Tensor:
+            inputs, _ = _inputs(case, ranks, 0)
+            shards = [split(t, how, rank, ranks) for t, how in zip(inputs, case.splits, strict=True)]
+            return case.op(group, *[shard.to("cuda") for shard in shards])
+
+        results = [call() for _ in range(2 if rank == 0 else 3)]
+        if rank == ranks - 1:  # its peers have enqueued all that they will
+            run_so_far(current_device().program)
+            try:
+                results.append(call())
+            except RuntimeError as error:
+                told.append(str(error))
+        return results
+
+    with _in_chunks(1), patch.object(symmetric, "LOOK_CALLS", 1):
+        record(machine, body)
+    if not told:
+        raise MachineError("rank 0 never came, and the host of another rank has not been told")
+    return told[0]
+
+
 TRANSPORTS = "c10d", "symmetric", "symmetric-rounds"
 Recorded = tuple[Program, list[list[Tensor]] | None]  # and each rank's results, if they are exact
 
@@ -385,6 +534,10 @@ def all_programs() -> dict[str, Callable[[], Recorded]]:
         for name, multiplied in (("gathers in flight", False), ("products in flight", True)):
             program = partial(gathers_in_flight, machine, multiplied=multiplied)
             found[_named(name, "symmetric", ranks)] = program
+        found[_named("sums in flight", "symmetric", ranks)] = partial(sums_in_flight, machine)
+        for tensor in (1, 2)[: ranks // 2]:
+            name = "buckets" if tensor == 1 else "buckets beside tensor-parallel groups"
+            found[_named(name, "c10d", ranks)] = partial(buckets_beside_backward, machine, tensor)
         for transport in TRANSPORTS:
             found[_named("two streams", transport, ranks)] = partial(two_streams, machine, transport)
     return found

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class Step:
     writes: tuple[Span, ...] = ()
     awaits: tuple[Awaited, ...] = ()
     raises: Callable[[], Sequence[int]] = lambda: ()  # addresses of the flags that it has written in `run`
+    gives_up: Callable[[int], None] | None = None  # told the number of the flag in `awaits` that is late
 
 
 class TransferEnd(NamedTuple):
@@ -66,6 +67,7 @@ class Task:
     sums: bool = False  # received rows are added up, in the order of ranks
     leaves: int | None = None  # processors left free by a product that takes all others; None: no product
     needs_at_once: int = 1  # processors before it continues
+    channel: Hashable = None  # of a barrier
 
     def __str__(self) -> str:
         return f"rank {self.rank}, stream {self.stream}: {self.name} (task {self.number})"
@@ -290,6 +292,14 @@ class Graph:
         current.before = ends or current.before
 
 
+@dataclass
+class TorchSettings:
+    """torch's settings in a rank's process."""
+
+    reserved: int | None = None  # SMs that products leave free
+    library: Any = torch._C._BlasBackend.Cublas  # that torch prefers for products
+
+
 class Device:
     """One rank's GPU, which records its tasks."""
 
@@ -297,6 +307,7 @@ class Device:
 
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.rank = program, rank
+        self.settings = TorchSettings()
         self.memory = torch.full((MEMORY,), POISON, dtype=torch.uint8)
         self.first = self.memory.data_ptr()
         self.used = 0
@@ -392,6 +403,7 @@ class Device:
         needs_at_once: int = 1,
         sums: bool = False,
         leaves: int | None = None,
+        channel: Hashable = None,
     ) -> None:
         """Enqueue a task in a stream, by default the current one."""
         if not all(programs):
@@ -407,6 +419,7 @@ class Device:
             needs_at_once=needs_at_once,
             sums=sums,
             leaves=leaves,
+            channel=channel,
         )
         if stream.capture is None:
             self._add(task)

@@ -16,6 +16,7 @@ from bench.streams.device import Awaited, Device, MachineError, Span, Step
 from bench.streams.tensors import VirtualTensor, spans_of
 from tpkernels.kernels.activations import act_grad_ref, act_ref
 from tpkernels.kernels.scaled import dequantize_ref
+from tpkernels.kernels.waits import CHUNK_BITS, OPS
 
 Product = tuple[Sequence[Tensor], Callable[[], Tensor]]  # what a tile reads, and how it multiplies it
 Model = Callable[[Device, int, Mapping[str, Any]], Sequence[Sequence[Step]]]
@@ -37,11 +38,21 @@ def words_at(addresses: Sequence[int]) -> list[Any]:
     return [ctypes.c_int32.from_address(address) for address in addresses]
 
 
-def _waits(arguments: Mapping[str, Any], chunks: range) -> tuple[tuple[Awaited, ...], tuple[Span, ...]]:
-    """Return the flags of chunks, and the span of the word whose value they must have."""
+Waits = tuple[tuple[Awaited, ...], tuple[Span, ...], Callable[[int], None] | None]
+
+
+def _waits(arguments: Mapping[str, Any], chunks: Sequence[int], kernel: str = "product") -> Waits:
+    """Return flags of chunks, the span of the word that they must equal, and what giving up does."""
+    if arguments.get("flags_ptr") is None:  # a product of rows that are there
+        return (), (), None
     flags, word = elem_of(arguments["flags_ptr"]), elem_of(arguments["awaited_ptr"])
-    first = flags.data_ptr()
-    return tuple(Awaited(first + 4 * chunk, word.data_ptr()) for chunk in chunks), spans_of(word)
+    first, status = flags.data_ptr(), elem_of(arguments["status_ptr"])
+
+    def gives_up(number: int) -> None:
+        if not int(status):  # the first stays
+            status.fill_((OPS.index(kernel) + 1 << CHUNK_BITS) + chunks[number])
+
+    return tuple(Awaited(first + 4 * chunk, word.data_ptr()) for chunk in chunks), spans_of(word), gives_up
 
 
 def linear(device: Device, programs: int, arguments: Mapping[str, Any]) -> list[list[Step]]:
@@ -165,16 +176,17 @@ def _as_rows_arrive(
     tile: of rows and columns of the result
     """
     block_rows, block_cols = arguments["BLOCK_ROWS"], arguments["BLOCK_COLS"]
-    (T, N), chunk_rows = result.shape, arguments["chunk_rows"]
+    (T, N), chunk_rows = result.shape, arguments.get("chunk_rows")
     row_tiles, col_tiles = -(-T // block_rows), -(-N // block_cols)
 
     def step(index: int) -> Step:
-        t = (arguments["first_tile"] + index // col_tiles) % row_tiles * block_rows
+        t = (arguments.get("first_tile", 0) + index // col_tiles) % row_tiles * block_rows
         n = index % col_tiles * block_cols
         rows, cols = slice(t, min(t + block_rows, T)), slice(n, min(n + block_cols, N))
         run, reads, writes = tile(rows, cols)
-        awaits, word = _waits(arguments, range(t // chunk_rows, (rows.stop - 1) // chunk_rows + 1))
-        return Step(run, (*_spans(reads), *word), _spans(writes), awaits)
+        chunks = range(t // chunk_rows, (rows.stop - 1) // chunk_rows + 1) if chunk_rows else ()
+        awaits, word, gives_up = _waits(arguments, chunks)
+        return Step(run, (*_spans(reads), *word), _spans(writes), awaits, gives_up=gives_up)
 
     return dealt([step(index) for index in range(row_tiles * col_tiles)], programs)
 
@@ -233,8 +245,7 @@ def reduce_slots(device: Device, programs: int, arguments: Mapping[str, Any]) ->
 
     def block(t: int) -> Step:
         part = slice(t, min(t + rows, T))
-        awaits: tuple[Awaited, ...] = ()
-        word: tuple[Span, ...] = ()
+        waits: Waits = (), (), None
         if arguments["WAIT"]:
             part_rows = T // splits
             chunks = [
@@ -242,8 +253,8 @@ def reduce_slots(device: Device, programs: int, arguments: Mapping[str, Any]) ->
                 for slot in range(ranks)
                 for piece in range(part.start // part_rows, (part.stop - 1) // part_rows + 1)
             ]
-            found = [_waits(arguments, range(chunk, chunk + 1)) for chunk in chunks]
-            awaits, word = tuple(flag for flags, _ in found for flag in flags), found[0][1]
+            waits = _waits(arguments, chunks, "reduce_slots")
+        awaits, word, gives_up = waits
 
         def run() -> None:
             total = slots[0, part].clone() if slots.dtype == torch.int32 else slots[0, part].float()
@@ -254,7 +265,7 @@ def reduce_slots(device: Device, programs: int, arguments: Mapping[str, Any]) ->
             y[part] = total.to(y.dtype)
 
         reads = (*(span for slot in slots for span in spans_of(slot[part])), *word)
-        return Step(run, reads, spans_of(y[part]), awaits)
+        return Step(run, reads, spans_of(y[part]), awaits, gives_up=gives_up)
 
     return dealt([block(t) for t in range(0, T, rows)], programs)
 
@@ -299,6 +310,15 @@ OURS: dict[str, Model] = {
 }
 
 
+_PRODUCTS = (
+    "_linear_fwd_kernel",
+    "_scaled_linear_kernel",
+    "_glu_fwd_kernel",
+    "_dgrad_kernel",
+    "_dglu_kernel",
+)
+
+
 def launched(
     device: Device, models: Mapping[str, Model], kernel: Any, grid: Any, *given: Any, **named: Any
 ) -> None:
@@ -311,4 +331,10 @@ def launched(
     programs = 1
     for extent in grid(arguments) if callable(grid) else grid:
         programs *= extent
-    device.enqueue(name.strip("_"), models[name](device, programs, arguments))
+    # a persistent kernel has a program for each processor that it takes
+    leaves = device.program.processors - programs if name in _PRODUCTS else None
+    device.enqueue(
+        name.strip("_"),
+        models[name](device, programs, arguments),
+        leaves=None if leaves is None or leaves < 0 else leaves,
+    )

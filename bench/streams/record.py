@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -34,17 +35,22 @@ from bench.streams.device import (
     Span,
     Step,
     Stream,
+    TorchSettings,
     TransferEnd,
     current_device,
 )
 from bench.streams.tensors import OnDevice, VirtualTensor, moved, spans_of, tensor_stand_in, wrapped
+from tpkernels.comm import carveout
 from tpkernels.comm.transports import c10d, select, symmetric
 from tpkernels.comm.transports.mailbox import Opening
 from tpkernels.comm.transports.symmetric import SymmetricExchange
 from tpkernels.dispatch import backends, scaled
+from tpkernels.env import NCCL_BLOCKS
+from tpkernels.groups.c10d import new_group
 from tpkernels.kernels import interpret, launch_plans, reduce, target, tiles
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.target import Target
+from tpkernels.reserved_sms import ReservedSms
 
 
 def nccl_blocks(processors: int) -> int:
@@ -85,7 +91,7 @@ class SymmetricMemoryStandIn:
             for peer in range(self.world_size)
             for sends, pair in ((True, (device.rank, peer)), (False, (peer, device.rank)))
         ]
-        device.enqueue("barrier", [[Step()]], ends=ends)
+        device.enqueue("barrier", [[Step()]], ends=ends, channel=kind[1:])
 
     def stream_write_value32(self, tensor: Tensor, offset: int, val: int) -> None:
         """Enqueue a write of a word, after a fence, without a kernel."""
@@ -126,14 +132,14 @@ class EndedWork:
         return True
 
 
-class _Options:
-    _timeout = timedelta(seconds=60)
-
-
 class NcclBackend:
     """Replaces a group's backend."""
 
-    options, supports_coalescing = _Options(), True
+    supports_coalescing = True
+
+    def __init__(self, blocks: int = NCCL_BLOCKS) -> None:
+        config = SimpleNamespace(max_ctas=blocks)
+        self.options = SimpleNamespace(_timeout=timedelta(seconds=60), config=config)
 
     def name(self) -> str:
         return "nccl"
@@ -148,13 +154,16 @@ _Messages = list[tuple[int, Tensor]]  # the other rank, and the rows that it rec
 
 
 class NcclGroup(dist.ProcessGroup):
-    """One rank of a group whose peers enqueue the same collectives in the same order."""
+    """One rank of a group whose peers enqueue the same collectives in the same order.
+
+    Its communicator runs one kernel at a time, whose blocks are resident at once.
+    """
 
     def __init__(self, rank: int, ranks: int) -> None:
         super().__init__(rank, ranks)  # type: ignore[call-arg]  # as torch's own test groups do
         device = current_device()
-        if device.program.number("group", device.rank) > 1:
-            raise MachineError("expected one group of all ranks, got a second group; use the first")
+        self.members: tuple[int, ...] = tuple(range(device.program.ranks))  # ranks of the program
+        self.label = f"virtual {device.program.number('groups of all', device.rank)}"
         self._stream, self._blocks = Stream(), nccl_blocks(device.program.processors)
         self._together: list[tuple[_Messages, _Messages]] | None = None
 
@@ -163,10 +172,10 @@ class NcclGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> Any:
-        return "virtual"
+        return self.label
 
     def _get_backend(self, device: torch.device) -> Any:
-        return NcclBackend()
+        return NcclBackend(self._blocks)
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -179,13 +188,16 @@ class NcclGroup(dist.ProcessGroup):
         if self._together is not None:
             self._together.append((sends, receives))
             return None
-        device, stream, rank = current_device(), self._stream, self.rank()
+        device, stream, rank = current_device(), self._stream, self.members[self.rank()]
+        if len(self.members) != self.size():
+            raise MachineError("expected a group of all ranks, or of `group_among`, got another")
         stream.wait_stream(device.stream)
-        kind = (among,) if among else ("collective", device.program.number("collective", rank))
+        collectives = self.label, "collective"
+        kind = (self.label, among) if among else (*collectives, device.program.number(collectives, rank))
         ends: list[TransferEnd] = []
         spans: dict[bool, list[Span]] = {True: [], False: []}
         for is_sent, messages in ((True, sends), (False, receives)):
-            for peer, rows in messages:
+            for peer, rows in ((self.members[member], rows) for member, rows in messages):
                 assert isinstance(rows, VirtualTensor), "NCCL moves what is on the device"
                 pair = (rank, peer) if is_sent else (peer, rank)
                 number = device.program.number((kind, pair, is_sent), rank)
@@ -302,7 +314,32 @@ def record(machine: Machine, body: RankProgram, transport: str = "symmetric") ->
         ):
             results = [each for each in tree_leaves(body(group)) if isinstance(each, VirtualTensor)]
             program.results.append([each.elem for each in results])
+            reads = tuple(span for each in results for span in spans_of(each.elem))
+            device.enqueue("the caller reads its results", [[Step(reads=reads)]], on_processors=False)
+            _require_restored(device)
     return program
+
+
+def _require_restored(device: Device) -> None:
+    """Raise unless torch's settings are what they were before the program."""
+    if device.settings != TorchSettings():
+        raise MachineError(
+            f"rank {device.rank} ends with {device.settings.reserved} SMs reserved, and prefers "
+            f"{device.settings.library}: expected what the caller had set, {TorchSettings()}"
+        )
+
+
+def group_among(ranks: Sequence[int]) -> ProcessGroup:
+    """Make a group of some ranks, this one among them, in the body of a program."""
+    device = current_device()
+    number = device.program.number(("groups", *ranks), device.rank)
+    name = f"{number} of ranks {', '.join(map(str, ranks))}"
+    group = new_group(
+        tuple(ranks), name=name, description=name, timeout=timedelta(60), backend=None, options=None
+    )
+    assert isinstance(group, NcclGroup), "the machine's backend makes it"
+    group.members, group.label = tuple(ranks), name
+    return group
 
 
 @contextmanager
@@ -362,10 +399,12 @@ def _standing_in(
 
     gpu_target = Target("interpreter", 90, machine.processors)
     capability = {"major": gpu_target.capability // 10, "minor": gpu_target.capability % 10}
-    properties = type("Properties", (), {"multi_processor_count": machine.processors, **capability})
+    properties = SimpleNamespace(name="virtual GPU", multi_processor_count=machine.processors, **capability)
+    reserved = ReservedSms()  # a process of its own, whose extension is not built
     changes = [
         patch.dict(select.openers, symmetric=open_virtual),
         patch.object(select, "requested_transport", transport),
+        patch.object(carveout, "torchs_settings", lambda: reserved),
         patch.object(c10d, "processors_of", lambda device: machine.processors * (device.type == "cuda")),
         patch.object(backends, "backend", "auto"),
         # products without waits: our kernels for these have no models
@@ -397,8 +436,12 @@ def _standing_in(
 
 def _torchs_api(device: Device, properties: object) -> list[Any]:
     """Return patches of torch's functions for streams, events and graphs."""
-    cuda = torch.cuda
+    cuda, settings = torch.cuda, device.settings
     return [
+        patch.object(torch._C, "_get_sm_carveout_experimental", lambda: settings.reserved),
+        patch.object(torch._C, "_set_sm_carveout_experimental", partial(setattr, settings, "reserved")),
+        patch.object(torch._C, "_get_blas_preferred_backend", lambda: settings.library),
+        patch.object(torch._C, "_set_blas_preferred_backend", partial(setattr, settings, "library")),
         patch.object(torch, "tensor", tensor_stand_in),
         patch.object(Tensor, "to", moved),
         patch.object(Tensor, "cuda", lambda tensor, *_, **__: moved(tensor, "cuda")),

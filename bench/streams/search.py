@@ -18,9 +18,8 @@ the collective waits until it ends.
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import torch
@@ -141,7 +140,8 @@ class _Running:
 class Execution:
     """One order of a program's tasks."""
 
-    def __init__(self, program: Program, seed: int, *, races: bool = True) -> None:
+    def __init__(self, program: Program, seed: int, *, races: bool = True, gives_up: bool = False) -> None:
+        """gives_up: kernels wait for a while only, and leave word of the flag that is late"""
         self.program, self.seed = program, seed
         self._random = Random(seed)
         self._even = self._random.random() < 0.5  # whether tasks are equally likely, or streams have speeds
@@ -151,6 +151,7 @@ class Execution:
         # ends that wait for the other end
         self._ends: dict[tuple[Hashable, bool], tuple[_Running, TransferEnd]] = {}
         self._races = Races(program.cells) if races else None
+        self._gives_up, self._late = gives_up, False  # whether waits of kernels run out, and have
         self.steps = 0
 
     def run(self) -> None:
@@ -160,6 +161,8 @@ class Execution:
         running = [_Running(task) for task in self.program.tasks if not self._waits_for[task.number]]
         stuck: list[_Running] = []
         while running or stuck:
+            if not running and self._gives_up and not self._late:
+                self._late, running, stuck = True, stuck, []
             if not running:
                 raise MachineError(self._deadlock(stuck))
             index = self._choose(running)
@@ -208,7 +211,10 @@ class Execution:
             program = one.resident[(start + turn) % len(one.resident)]
             steps = task.programs[program]
             step = steps[one.next[program]]
-            if all(_word(flag) == _word(word) for flag, word in step.awaits):
+            late = [i for i, (flag, word) in enumerate(step.awaits) if _word(flag) != _word(word)]
+            if late and self._late and step.gives_up:
+                step.gives_up(late[0])
+            if not late or (self._late and step.gives_up):
                 self._take(task, program, one.next[program])
                 one.next[program] += 1
                 if one.next[program] == len(steps):
@@ -297,7 +303,12 @@ class Execution:
                 first = f", the first {self.program.place(flags[0])}" if flags else ""
                 why = f"it waits for {len(flags)} flags{first}"
             lines.append(f"  {task}: {why}")
+        busy = {one.task.rank for one in stuck}
+        lines += [f"  rank {rank} has done all that it enqueued" for rank in self._ranks() - busy]
         return "\n".join(lines)
+
+    def _ranks(self) -> set[int]:
+        return set(range(self.program.ranks))
 
 
 def _word(address: int) -> int:
@@ -337,23 +348,42 @@ def _add_up(one: _Running) -> None:
 
 
 def require_waves_beside(program: Program) -> None:
-    """Raise if a product and a collective that may be in flight together need too many processors."""
+    """Raise if a product and collectives that may be in flight together need too many processors.
+
+    A communicator runs one kernel at a time, in a stream of its own; those of several run at once.
+    """
     before = _all_before(program)
-    products = [task for task in program.tasks if task.leaves is not None]
     collectives = [task for task in program.tasks if task.ends and task.ends[0].rows is not None]
-    for product, collective in itertools.product(products, collectives):
-        later = product.rank == collective.rank and product.number > collective.number
-        ordered = before[product.number] >> collective.number & 1
-        if later and not ordered and _too_wide(product, collective):
+    for product in program.tasks:
+        if product.leaves is None:
+            continue
+        in_flight: dict[int, Task] = {}  # by stream, the one of most blocks
+        for task in collectives:
+            later = product.rank == task.rank and product.number > task.number
+            most = in_flight.get(task.stream)
+            if later and not before[product.number] >> task.number & 1:
+                in_flight[task.stream] = max(filter(None, (most, task)), key=lambda one: one.needs_at_once)
+        needed = sum(task.needs_at_once for task in in_flight.values())
+        if product.leaves < needed:
             raise MachineError(
-                f"{product} leaves {product.leaves} processors while {collective} may be in flight, which "
-                f"needs {collective.needs_at_once}: one of them waits for the other"
+                f"{product} leaves {product.leaves} processors while "
+                f"{' and '.join(map(str, in_flight.values()))} may be in flight, which need {needed}: "
+                "one of them waits for the other"
             )
 
 
-def _too_wide(product: Task, collective: Task) -> bool:
-    assert product.leaves is not None, "it is a product"
-    return product.leaves < collective.needs_at_once
+def require_channels_apart(program: Program) -> None:
+    """Raise if two barriers of a rank may run at once on one channel: each may meet the other's peers."""
+    before, last = _all_before(program), dict[Hashable, Task]()
+    for task in program.tasks:
+        if task.channel is None:
+            continue
+        one = last.get((task.rank, task.channel))
+        if one is not None and not before[task.number] >> one.number & 1:
+            raise MachineError(
+                f"{task} and {one} may run at once on channel {task.channel}: use two channels"
+            )
+        last[task.rank, task.channel] = task
 
 
 def _all_before(program: Program) -> list[int]:
@@ -365,6 +395,11 @@ def _all_before(program: Program) -> list[int]:
             bits |= found[number] | 1 << number
         found.append(bits)
     return found
+
+
+def run_so_far(program: Program, seed: int = 0) -> None:
+    """Run what has been enqueued until now; waits of kernels run out, as for a rank that never comes."""
+    Execution(replace(program, tasks=[*program.tasks]), seed, races=False, gives_up=True).run()
 
 
 RACES_EVERY = 4  # orders: finding races takes half of the time, and hardly depends on the order
@@ -390,6 +425,7 @@ def search(
     expected: results of each rank; by default those of the first order
     waves: also check that products leave processors to collectives that may be in flight
     """
+    require_channels_apart(program)
     wanted = None if expected is None else [list(results) for results in expected]
     steps = 0
     for seed in range(first_seed, first_seed + orders):

@@ -19,7 +19,9 @@ from bench.streams.device import (
     current_device,
 )
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addmm_", "linear")
+# Products of torch, by the library that computes them, as torch's sources from 2.11 to 2.15 say: the one that
+# is preferred, or always cuBLASLt, as for `addmm` of a bias.
+_PREFERRED, _LT = ("mm", "addmm", "bmm", "baddbmm", "addmm_"), ("_addmm_activation", "_scaled_mm")
 
 
 class VirtualTensor(Tensor):
@@ -215,10 +217,17 @@ def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
     plain = [elem for elem in writes if elem.data_ptr() not in flags]
     step = Step(run, _all_spans(reads), _all_spans(plain), raises=lambda: flags)
     on_processors = not _by_copy_engine(device, name, [*writes, *reads])
-    # torch's libraries take all processors except those that its setting leaves free
-    leaves = torch._C._get_sm_carveout_experimental() or 0 if name in _PRODUCTS else None
-    device.enqueue(name, [[step]], on_processors=on_processors, leaves=leaves)
+    device.enqueue(name, [[step]], on_processors=on_processors, leaves=_left_by(device, name, args))
     return results
+
+
+def _left_by(device: Device, name: str, args: Sequence[Any]) -> int | None:
+    """Return how many processors a product of torch leaves free: cuBLAS none; None for other operators."""
+    if name not in (*_PREFERRED, *_LT):
+        return None
+    by_lt = name in _LT or (name == "addmm" and args[0].ndim == 1)  # a fused bias
+    reads_setting = by_lt or device.settings.library == torch._C._BlasBackend.Cublaslt
+    return device.settings.reserved or 0 if reads_setting else 0
 
 
 def _by_copy_engine(device: Device, name: str, elems: Sequence[Tensor]) -> bool:

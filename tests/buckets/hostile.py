@@ -32,7 +32,9 @@ ODD = {
     "marked": [[], [True], [True] * 3, [False] * 9, None, [None] * 3, True],
     "rank": INTS,
     "timeout_ms": INTS,
-    "blocks": INTS,
+    "sms": INTS,
+    "most_sms": INTS,
+    "prefers_lt": FLAGS,
 }
 GOOD = {
     "parameters": None,  # made anew each time
@@ -48,7 +50,9 @@ GOOD = {
     "grad_dtype": None,
     "wire_dtype": None,
     "timeout_ms": -1,
-    "blocks": 0,
+    "sms": 0,
+    "most_sms": 0,
+    "prefers_lt": False,
 }
 SIZES = [(4, 3), (5,), ()]
 ACCIDENTS = ("INTERNAL ASSERT", "vector::", "bad optional", "bad_alloc", "SymInt")
@@ -343,6 +347,12 @@ def end_program(caller: Caller) -> None:
         caller("end_backends", torch.ops.tpkernels.end_backends, other, value)
 
 
+def reserve_program(caller: Caller) -> None:
+    for _ in range(6):
+        sms, most = (caller.choose([*INTS, 16]) for _ in range(2))
+        caller("reserve_sms", torch.ops.tpkernels.reserve_sms, sms, most, caller.choose(FLAGS))
+
+
 def handover_program(caller: Caller) -> None:
     made, own = torch.classes.tpkernels.Handover, os.getpid()
     sockets = ["", "/nowhere/it", "x" * 107, "x" * 108, None, 3, "\0" * 9]
@@ -364,6 +374,7 @@ PROGRAMS = {
     "engine": engine_program,
     "threads": threads_program,
     "end": end_program,
+    "reserve": reserve_program,
     "handover": handover_program,
 }
 

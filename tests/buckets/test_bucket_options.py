@@ -32,6 +32,7 @@ from tests.segments import tp_invariance
 from tpkernels import GradientBuckets
 from tpkernels.buckets import engine
 from tpkernels.comm.transports import select
+from tpkernels.reserved_sms import Reservation
 
 on_reductions = pytest.mark.parametrize("reduce", ["all_reduce", "reduce_scatter"])
 
@@ -117,7 +118,7 @@ def test_bfloat16_gradients_can_be_summed_in_float32():
 def test_products_leave_processors_to_buckets_in_flight():
     """From the first that backward sends to `finish`; as on a GPU, by torch's setting."""
     seen, setting = [], torch._C._get_sm_carveout_experimental
-    with patch.object(engine, "blocks_of", lambda group, device: 16):
+    with patch.object(engine, "reservation_of", lambda group, device: Reservation(16, 64)):
         module, other = chain(), chain()
         buckets, others = wrap(module, bucket_bytes=1), wrap(other, bucket_bytes=1)
     for _ in range(2):

@@ -29,12 +29,13 @@ from tests.patience import patient
 from tests.ranks import RankFailure, RankPool
 from tpkernels.extension import ExtensionState, extension
 
-PROGRAMS_OF = {"engine": 150, "threads": 30, "end": 30, "handover": 30}
+PROGRAMS_OF = {"engine": 150, "threads": 30, "end": 30, "reserve": 30, "handover": 30}
 METHODS = {"arrange", "meet", "expect", "zero", "finish", "settle", "set_synchronizing"}
 BOTH_WAYS = {  # which calls are accepted, and which refused, at least
     "engine": {"BucketEngine", "backward", *METHODS},
     "threads": {"backward", *METHODS},
     "end": {"end_backends"},
+    "reserve": {"reserve_sms"},
     "handover": {"Handover", "end"},
 }
 V, T, X, R = "ValueError", "TypeError", "IndexError", "RuntimeError"
@@ -160,6 +161,7 @@ CONSTRUCTIONS: dict[tuple[str, str], Changes] = {
     (V, "expected a rank from 0 that fits 31 bits, got 2147483648"): lambda: {"rank": 2**31},
     (V, "expected a time-out of 1 ms to a year, got 9223372036"): lambda: {"timeout_ms": 2**63 - 1},
     (R, "registered under the name nobody's"): lambda: {"group": "nobody's"},
+    (V, "reserve 0 to 32768 SMs, of at most as many in all, got 1 of -1"): lambda: {"sms": 1, "most_sms": -1},
     (V, "a tensor-parallel group for the parameters that are marked, got"): lambda: {"marked": [True] * 3},
 }
 ARRANGEMENTS: dict[tuple[str, str], tuple[list[int], list[int], list[torch.Tensor]]] = {
@@ -262,5 +264,5 @@ def test_every_entry_point_is_tried():
     source = (Path(__file__).parents[2] / "csrc/module.cpp").read_text()
     defined = {*re.findall(r'def\(\s*"(\w+)', source)}
     tried = (Path(__file__).parent / "hostile.py").read_text()
-    assert len(defined) == 20
+    assert len(defined) == 21
     assert not {name for name in defined if f'"{name}"' not in tried}

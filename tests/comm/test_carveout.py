@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.comm.counting import group_of, standing_in_for
 from tests.segments import in_op
-from tpkernels.comm.carveout import CollectivesInFlight, blocks_of
+from tpkernels.comm.carveout import UNKNOWN_BLOCKS, CollectivesInFlight, blocks_of
 from tpkernels.dispatch import primitives
 from tpkernels.dispatch.timing import rounds
 from tpkernels.env import NCCL_BLOCKS
@@ -68,7 +68,7 @@ def test_groups_at_once_add_up_and_collectives_of_one_group_do_not(users):
     steps = [(one, 1), (one, 1), (other, 2), (one, 2), (one, 1), (other, 0)]
     for number, (group, expected) in enumerate(steps):
         carveout.begin(group, device) if number < 3 else carveout.end(group)
-        assert (setting() or 0) == users + expected * NCCL_BLOCKS
+        assert (setting() or 0) == users + expected * UNKNOWN_BLOCKS
     with in_op(8):  # cuBLAS keeps the kernels that it has on a rank alone
         carveout.begin(one, device)
         assert (setting() or 0) == users
@@ -95,7 +95,7 @@ def test_kernels_are_timed_with_all_processors(users):
     set_to(users or None)
 
 
-@pytest.mark.parametrize(("most", "expected"), [(-(2**31), NCCL_BLOCKS), (4, 4), (32, NCCL_BLOCKS)])
+@pytest.mark.parametrize(("most", "expected"), [(-(2**31), UNKNOWN_BLOCKS), (4, 4), (64, 64)])
 def test_blocks_are_those_that_the_options_of_the_group_allow(most, expected):
     backend = SimpleNamespace(options=SimpleNamespace(config=SimpleNamespace(max_ctas=most)))
     assert blocks_of(SimpleNamespace(_get_backend=lambda _: backend), torch.device("meta")) == expected

@@ -13,7 +13,7 @@ from torch import Tensor
 from tpkernels.buckets.live_group import LiveGroup
 from tpkernels.buckets.supported import FLOATING
 from tpkernels.comm.agreement import Problem
-from tpkernels.comm.carveout import blocks_of
+from tpkernels.comm.carveout import reservation_of
 
 LONGEST_TIMEOUT = timedelta(days=365)  # clocks count nanoseconds, and overflow in 292 years
 
@@ -97,7 +97,7 @@ def make_engine(
         options.grad_dtype,
         options.wire_dtype,
         -1 if timeout is None else max(1, round(timeout.total_seconds() * 1000)),
-        blocks_of(options.group.get(), parameters[0].device),
+        *reservation_of(options.group.get(), parameters[0].device),
     )
     return engine
 

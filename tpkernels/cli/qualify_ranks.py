@@ -57,7 +57,7 @@ TIMES_BOUND = 4.0  # two products, an activation and a sum over ranks round once
 class Check:
     """One line of the table of `qualify`: a test and its result."""
 
-    part: str  # kernels, transports, calls
+    part: str  # SMs, kernels, transports, calls
     name: str
     status: Literal["right", "wrong", "left out"]
     text: str
@@ -141,7 +141,7 @@ def _qualified(world: QualifyWorld, options: Namespace) -> int:
     tell(f"{versions.gpu}, torch {versions.torch}, triton {versions.triton}")
     tell(f"{world.ranks} ranks, --seed {world.seed}")
     checks = []
-    for part in (check_kernels, check_transports):
+    for part in (check_reserved_sms, check_kernels, check_transports):
         for check in part(world):
             checks.append(check)
             tell(f"{check.status:<8}  {check.part:<10}  {check.name}: {check.text}")
@@ -151,6 +151,23 @@ def _qualified(world: QualifyWorld, options: Namespace) -> int:
         report = {"right": not wrong, "versions": asdict(versions), "ranks": world.ranks, "seed": world.seed}
         write_json(options.json, report | {"checks": [asdict(check) for check in checks]})
     return 1 if wrong else 0
+
+
+def check_reserved_sms(world: QualifyWorld) -> Iterator[Check]:
+    """Yield a check for each library: do its products leave SMs to collectives? The answers are kept."""
+    if not world.on_gpu:
+        yield Check("SMs", "all", "left out", "a CPU has none to reserve")
+        return
+    from tpkernels.cli.sm_probe import probe_and_keep  # its kernel is for GPUs
+
+    # of GPUs of one name one answer is kept: rank 0's, beside nobody else's product
+    fault, found = world.all_do(lambda: probe_and_keep(world.device) if world.rank == 0 else {})
+    if fault:
+        yield Check("SMs", "all", "wrong", fault)
+        return
+    for library, answer in found[0].items():
+        bad = library == "ours" and not answer.obeys  # of others it is good to know
+        yield Check("SMs", library, "wrong" if bad else "right", str(answer))
 
 
 def check_kernels(world: QualifyWorld) -> Iterator[Check]:

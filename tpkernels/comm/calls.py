@@ -46,6 +46,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from tpkernels.errors import cause_of
 from tpkernels.extension import ExtensionState, extension
+from tpkernels.reserved_sms import Reservation
 
 # Functions of torch's take the default group for a default argument there. Imported when there is one already
 # (the first optimizer does, by way of torch.compile), they hold it to the last; imported earlier, None.
@@ -104,8 +105,8 @@ class Calls:
         self.inherited = False  # by a fork, which has none of its threads
         self.kinds: dict[Key, Kind] = {}
         self.splits: dict[Key, Any] = {}  # the `TensorParallel` of each way to split an op
-        # how many SMs products leave to a collective, by device and segments of TP-invariance
-        self.blocks: dict[tuple[torch.device, int], int] = {}
+        # what collectives reserve, by device and segments of TP-invariance
+        self.reservations: dict[tuple[torch.device, int], Reservation] = {}
         self.moved = 0  # calls in which rows travel
         self.in_flight = 0
         self.pages: dict[int, mmap] = {}  # of the ranks of this machine, once they share memory

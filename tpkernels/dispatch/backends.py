@@ -22,6 +22,8 @@ import torch
 
 from tpkernels.dispatch import log
 from tpkernels.kernels import invariance
+from tpkernels.kernels.target import carveout
+from tpkernels.reserved_sms import way_beside_collectives
 from tpkernels.tp_invariance import segments_of_op
 
 BACKENDS = ("auto", "torch", "triton")
@@ -35,7 +37,16 @@ Resolved = Literal["torch", "triton", "fastest", "invariant"]
 
 def resolve_backend(device: torch.device) -> Resolved:
     """Who computes on `device`. An explicit choice never falls back silently."""
-    return _resolved(backend, device, invariance.batch_invariant, segments_of_op())
+    resolved = _resolved(backend, device, invariance.batch_invariant, segments_of_op())
+    if resolved == "fastest" and carveout() and not _torch_leaves_sms(device):
+        return "invariant"  # ours, where there is one: torch would take SMs that are reserved
+    return resolved
+
+
+@cache
+def _torch_leaves_sms(device: torch.device) -> bool:
+    """Whether torch's libraries leave reserved SMs free there."""
+    return way_beside_collectives(torch.cuda.get_device_name(device)) != "ours"
 
 
 @cache

@@ -11,10 +11,10 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from bench.streams import models
-from bench.streams.cases import gathers_in_flight, program_of, two_streams
+from bench.streams import cases, models
+from bench.streams.cases import buckets_beside_backward, gathers_in_flight, program_of, sums_in_flight
 from bench.streams.device import Program
-from bench.streams.record import Machine
+from bench.streams.record import Machine, record
 from tpkernels.comm import schedule
 from tpkernels.comm.carveout import CollectivesInFlight
 from tpkernels.comm.side_stream import StreamOrder
@@ -26,6 +26,7 @@ from tpkernels.ops.matmul import Plain
 from tpkernels.ops.quantized.products import Quantized
 from tpkernels.ops.tensor_parallel import flag_waits
 from tpkernels.ops.tensor_parallel.flag_waits import FlagKernels
+from tpkernels.reserved_sms import ReservedSms
 
 Recorded = tuple[Program, list[list[Tensor]]]
 
@@ -63,8 +64,21 @@ _gated = partial(_program, "gated mlp")
 _MLP = "mlp, sequence-parallel"
 
 
+def _buckets(ranks: int, tensor: int) -> Callable[[], Recorded]:
+    return partial(buckets_beside_backward, Machine(ranks), tensor)
+
+
+def _two_streams() -> Recorded:
+    return cases.two_streams(Machine(2), "symmetric")  # which faults are planted in
+
+
+def _never_comes() -> Recorded:
+    """A program of nothing: what is found is found while it is recorded."""
+    cases.rank_that_never_comes(Machine(2))
+    return record(Machine(1), lambda group: []), [[]]
+
+
 _in_flight = partial(gathers_in_flight, Machine(2))
-_two_streams = partial(two_streams, Machine(2), "symmetric")
 _D, _X = SymmetricDelivery, SymmetricExchange
 
 
@@ -232,8 +246,61 @@ FAULTS = {
         Collectives, "gather", "full[own].copy_(shard)", _column(transport="c10d", rounds=2)
     ),
     "products leave no processors to a collective in flight": _lost(
-        CollectivesInFlight, "begin", "_add(self._blocks[name])", _column(transport="c10d", rounds=2)
+        CollectivesInFlight, "begin", "settings.begin(reservation)", _column(transport="c10d", rounds=2)
     ),
+    "mm by cuBLAS runs beside a collective": _lost(
+        ReservedSms, "_change", "self._prefer(sign)", _column(transport="c10d", rounds=2)
+    ),
+    "reserved SMs are never given back": _lost(
+        CollectivesInFlight, "end", "settings.end(reservation)", _column(transport="c10d", rounds=2)
+    ),
+    "torch's preferred library is never restored": _lost(
+        ReservedSms,
+        "_prefer",
+        "torch._C._set_blas_preferred_backend(kinds.Cublas)",
+        _column(transport="c10d", rounds=2),
+    ),
+    "buckets reserve nothing beside backward": _lost(
+        cases.BucketModel,
+        "_launch",
+        'IN_FLIGHT.begin(self._group, torch.device("cuda", 0))',
+        _buckets(2, 1),
+        'IN_FLIGHT.begin(self._group, torch.device("cpu"))',
+    ),
+    "two groups reserve the blocks of one": _lost(
+        ReservedSms,
+        "_change",
+        "self._added = min(max(by.most - users, 0), self._reserved)",
+        _buckets(4, 2),
+        "self._added = min(max(by.most - users, 0), self._reserved, by.sms)",
+    ),
+    "buckets are not awaited": _lost(
+        cases.BucketModel, "finish", "self._side.let(torch.cuda.current_stream())", _buckets(2, 1)
+    ),
+    # streams of the caller
+    "a stream is not joined": _lost(cases, "two_streams", "streams[0].wait_stream(streams[1])", _two_streams),
+    "a stream begins before its operands are there": _lost(
+        cases.BucketModel, "_launch", "self._side.wait_for(current)", _buckets(2, 1)
+    ),
+    "a result is awaited on another stream than reads it": _lost(
+        Launches,
+        "_wait",
+        "work.wait()",
+        _column(transport="c10d"),
+        "with torch.Stream():\n            work.wait()",
+    ),
+    # barriers and ranks that do not come
+    "barriers before kernels that push have the channel of pushes": _lost(
+        _D,
+        "before_kernels_push",
+        "self.exchange.barrier(1)",
+        partial(sums_in_flight, Machine(2)),
+        "self.exchange.barrier(0)",
+    ),
+    "the host never reads whether a wait has run out": _lost(
+        _X, "late", "return self._seen_word[0]", _never_comes, "return 0"
+    ),
+    "the host is never told whether a wait has run out": _lost(_X, "_delivery", "self.look()", _never_comes),
     "processors are not left for long enough": _lost(
         Launches,
         "_occupy",

@@ -31,6 +31,9 @@ IN_SHORT = {  # what `make test` runs; each transport and mode is there
     "row in fp8/symmetric/captured/2 ranks",
     "gathers in flight/symmetric/eager/2 ranks",
     "products in flight/symmetric/eager/2 ranks",
+    "sums in flight/symmetric/eager/2 ranks",
+    "buckets/c10d, 1 rounds/eager/2 ranks",
+    "buckets beside tensor-parallel groups/c10d, 1 rounds/eager/4 ranks",
     "two streams/symmetric/eager/2 ranks",
     "two streams/c10d, 1 rounds/eager/2 ranks",
 }

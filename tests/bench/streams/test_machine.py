@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,9 +12,12 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import functional
 
 from bench.streams import Machine, MachineError, cases, record, search
 from bench.streams.device import current_device
+from bench.streams.record import group_among
+from tpkernels.kernels.dgrad import dgrad
 
 
 def searched(
@@ -161,7 +166,8 @@ def test_a_rank_that_makes_no_call_leaves_the_others_waiting():
             dist.all_reduce(y, group=group)
         return [y]
 
-    with pytest.raises(MachineError, match=r"can continue(.|\n)*all-reduce .* it waits for ranks \[1\]"):
+    said = r"can continue(.|\n)*all-reduce .* it waits for ranks \[1\](.|\n)*rank 1 has done all"
+    with pytest.raises(MachineError, match=said):
         searched(body, ranks=3)
 
 
@@ -285,10 +291,11 @@ def test_what_is_not_there_is_refused():
     def greatest(group):
         dist.all_reduce(ones(2), op=dist.ReduceOp.MAX, group=group)
 
-    def second(group):
-        dist.new_group([0, 1])
+    def of_some(group):
+        if (alone := dist.new_group([0])) is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.all_reduce(ones(2), group=alone)
 
-    for body, said in ((greatest, "expected ReduceOp.SUM"), (second, "got a second group")):
+    for body, said in ((greatest, "expected ReduceOp.SUM"), (of_some, "or of `group_among`")):
         with pytest.raises(MachineError, match=said):
             searched(body, ranks=2)
 
@@ -320,6 +327,138 @@ def test_a_product_beside_a_collective_is_told_on_request():
     search(program, 5)
     with pytest.raises(MachineError, match="leaves 0 processors while"):
         search(program, 5, waves=True)
+
+
+PRODUCTS = {  # whether each leaves the processors that torch's setting reserves, with cuBLAS preferred and Lt
+    "mm": (lambda x: x @ x, {"cublas": False, "cublaslt": True}),
+    "batches": (lambda x: torch.bmm(x[None], x[None]), {"cublas": False, "cublaslt": True}),
+    "sum": (lambda x: torch.addmm(x, x, x), {"cublas": False, "cublaslt": True}),
+    "bias": (lambda x: functional.linear(x, x, x[0]), {"cublas": True, "cublaslt": True}),
+    "ours": (lambda x: dgrad(x, x), {"cublas": True, "cublaslt": True}),
+}
+
+
+@pytest.mark.parametrize("preferred", ["cublas", "cublaslt"])
+@pytest.mark.parametrize(("product", "obeys"), PRODUCTS.values(), ids=PRODUCTS)
+def test_libraries_are_told_apart_by_whether_they_read_the_setting(product, obeys, preferred):
+    def body(group):
+        settings, x, y = current_device().settings, ones(64, 64), ones(64, 64)
+        before = replace(settings)
+        settings.reserved = 1
+        settings.library = getattr(torch._C._BlasBackend, preferred.capitalize())
+        work = dist.all_reduce(y, group=group, async_op=True)
+        product(x)
+        work.wait()
+        vars(settings).update(vars(before))
+        return [y + 0]
+
+    program = record(Machine(2), body)
+    if obeys[preferred]:
+        search(program, 2, waves=True)
+        return
+    with pytest.raises(MachineError, match="leaves 0 processors while"):
+        search(program, 2, waves=True)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("reserved", 2), ("library", torch._C._BlasBackend.Cublaslt)])
+def test_a_setting_that_is_not_restored_is_named(setting, value):
+    def body(group):
+        setattr(current_device().settings, setting, value)
+
+    with pytest.raises(MachineError, match=f"rank 0 ends with .*{value}"):
+        record(Machine(2), body)
+
+
+def test_a_program_ends_when_its_caller_can_read_the_results():
+    def body(group):
+        with torch.cuda.Stream():
+            return [ones(4)]
+
+    with pytest.raises(MachineError, match=r"the caller reads its results .* in no order"):
+        searched(body)
+
+
+def in_two_groups(world: ProcessGroup, leaves: int = 2) -> list[Tensor]:
+    """Sums over pairs, and over the ranks of one place in all pairs, next to a product."""
+    rank = world.rank()
+    groups = [group_among([rank // 2 * 2, rank // 2 * 2 + 1]), group_among([rank % 2, rank % 2 + 2])]
+    sums = [torch.full((2,), float(rank), device="cuda") for _ in groups]
+    current_device().settings.reserved = leaves
+    works = [dist.all_reduce(y, group=each, async_op=True) for y, each in zip(sums, groups, strict=True)]
+    functional.linear(ones(16, 16), ones(16, 16), ones(16))
+    current_device().settings.reserved = None
+    for work in works:
+        work.wait()
+    return [y + 0 for y in sums]
+
+
+def test_groups_are_communicators_of_their_own():
+    wanted = [[torch.full((2,), total) for total in totals] for totals in ((1, 2), (1, 4), (5, 2), (5, 4))]
+    search(
+        record(Machine(4), in_two_groups),
+        20,
+        [[t.float() for t in of_rank] for of_rank in wanted],
+        waves=True,
+    )
+
+
+def test_a_product_beside_two_groups_leaves_processors_to_both():
+    program = record(Machine(4), partial(in_two_groups, leaves=1))
+    with pytest.raises(MachineError, match=r"leaves 1 processors while .* and .* which need 2"):
+        search(program, 1, waves=True)
+
+
+def test_a_communicator_runs_one_kernel_at_a_time():
+    """Two in flight of one group take the processors of one."""
+
+    def body(group):
+        sums = [ones(2), ones(2)]
+        current_device().settings.reserved = 1
+        works = [dist.all_reduce(y, group=group, async_op=True) for y in sums]
+        functional.linear(ones(16, 16), ones(16, 16), ones(16))
+        current_device().settings.reserved = None
+        for work in works:
+            work.wait()
+        return [y + 0 for y in sums]
+
+    search(record(Machine(2), body), 20, [[torch.full((2,), 2.0)] * 2] * 2, waves=True)
+
+
+def test_groups_that_wait_for_each_other_with_all_processors_are_found():
+    """Ranks that start two communicators in other orders, where the blocks of one only fit."""
+
+    def body(world):
+        order = [0, 1] if world.rank() else [1, 0]
+        groups, sums = [group_among([0, 1]) for _ in range(2)], [ones(2), ones(2)]
+        for number in order:
+            dist.all_reduce(sums[number], group=groups[number])
+            torch.cuda.synchronize()
+        return [y + 0 for y in sums]
+
+    with pytest.raises(MachineError, match="no rank can continue"):
+        searched(body, ranks=2, processors=1)
+
+
+@pytest.mark.parametrize("channel", [0, 1])
+def test_two_barriers_at_once_need_two_channels(channel):
+    def body(group):
+        memory = symmetric_memory.empty(8, dtype=torch.int32, device="cuda")
+        handle, side = symmetric_memory.rendezvous(memory, group), torch.cuda.Stream()
+        handle.barrier(0, 1000)
+        with torch.cuda.stream(side):
+            handle.barrier(channel, 1000)
+        torch.cuda.current_stream().wait_stream(side)
+        return [ones(1)]
+
+    if channel:
+        searched(body, ranks=2)
+        return
+    with pytest.raises(MachineError, match="may run at once on channel"):
+        searched(body, ranks=2)
+
+
+def test_a_wait_for_a_rank_that_never_comes_runs_out_and_the_host_is_told():
+    assert "rows of rank 0 (chunk 0) did not arrive" in cases.rank_that_never_comes(Machine(2))
 
 
 def test_a_collective_takes_its_processors_at_once():
