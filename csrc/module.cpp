@@ -52,6 +52,9 @@ TORCH_LIBRARY(tpkernels, library) {
   library.def("end_backends(__torch__.torch.classes.c10d.ProcessGroup group, float seconds) -> bool",
               &end_backends);
   library.def("reserve_sms(int sms, int most, bool prefers_lt) -> ()", &reserve_sms);
+  library.def("pause_reserved_sms(bool paused) -> ()",
+              [](bool paused) { ReservedSms::of_process().pause(paused); });
+  library.def("sm_reservations_begun() -> int", [] { return ReservedSms::of_process().begun(); });
   library.class_<Handover>("Handover")
       .def(torch::init<std::string, std::vector<int64_t>, double>())
       .def("end", &Handover::end);

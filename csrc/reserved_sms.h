@@ -52,36 +52,58 @@ class ReservedSms {
   void begin(const Reservation& more) { change(more, 1); }
   void end(const Reservation& less) { change(less, -1); }
 
+  // Until a pause ends what the user has set is written, whatever is reserved.
+  void pause(bool paused) {
+    const std::lock_guard lock(mutex_);
+    pauses_ += paused ? 1 : -1;
+    write();
+  }
+
+  // So many reservations so far.
+  int64_t begun() {
+    const std::lock_guard lock(mutex_);
+    return begun_;
+  }
+
  private:
   void change(const Reservation& by, int32_t sign) {
     if (by.sms <= 0) return;
     const std::lock_guard lock(mutex_);
+    reserved_ = std::max<int64_t>(reserved_ + sign * by.sms, 0);
+    if (by.prefers_lt) prefer_lt_ = std::max(prefer_lt_ + sign, 0);
+    most_ = by.most;
+    if (sign > 0) ++begun_;
+    write();
+  }
+
+  void write() {
     const std::optional<int32_t> now = TorchSettings::sms();
     const int32_t value = now.value_or(0);
     if (added_ == 0) unset_ = now && *now == 0 ? now : std::nullopt;
     const int32_t users = value < added_ ? value : value - added_;  // smaller: the user has set it meanwhile
-    reserved_ = std::max<int64_t>(reserved_ + sign * by.sms, 0);
-    added_ = static_cast<int32_t>(std::clamp<int64_t>(by.most - users, 0, reserved_));
+    const int64_t wanted = pauses_ > 0 ? 0 : reserved_;
+    added_ = static_cast<int32_t>(std::clamp<int64_t>(most_ - users, 0, wanted));
     const int32_t total = users + added_;
     TorchSettings::set_sms(total > 0 ? std::make_optional(total) : unset_);
-    if (by.prefers_lt) prefer(sign);
+    prefer(prefer_lt_ > 0 && pauses_ <= 0);
   }
 
-  void prefer(int32_t sign) {
-    prefer_lt_ = std::max(prefer_lt_ + sign, 0);
-    if (prefer_lt_ == 1 && sign > 0 && TorchSettings::library() == at::BlasBackend::Cublas &&
+  void prefer(bool lt) {
+    if (lt && !switched_ && TorchSettings::library() == at::BlasBackend::Cublas &&
         TorchSettings::can_prefer_lt()) {
       TorchSettings::set_library(at::BlasBackend::Cublaslt);
       switched_ = true;
     }
-    if (prefer_lt_ == 0 && std::exchange(switched_, false) &&
-        TorchSettings::library() == at::BlasBackend::Cublaslt) {
+    if (!lt && std::exchange(switched_, false) && TorchSettings::library() == at::BlasBackend::Cublaslt) {
       TorchSettings::set_library(at::BlasBackend::Cublas);
     }
   }
 
   std::mutex mutex_;
-  int64_t reserved_ = 0;          // by collectives in flight
+  int64_t reserved_ = 0;  // by collectives in flight
+  int64_t most_ = 0;      // of the latest reservation
+  int64_t begun_ = 0;     // so many reservations
+  int32_t pauses_ = 0;
   int32_t added_ = 0;             // of these, to what the user has set
   std::optional<int32_t> unset_;  // how the user says that none are reserved
   int32_t prefer_lt_ = 0;         // reservations that prefer cuBLASLt

@@ -61,15 +61,18 @@ def test_what_the_user_sets_meanwhile_is_kept(settings):
     assert sms() == 4
 
 
-def test_timing_that_sets_it_aside_in_between_loses_nothing(settings):
+def test_a_pause_leaves_what_the_user_has_set_and_loses_nothing(settings):
     set_sms(8)
     settings.begin(ONE)
-    left = sms()
-    set_sms(None)
+    before = settings.begun()
+    settings.pause(True)
+    assert (sms(), settings.begun() - before) == (8, 0)
     settings.begin(OTHER)
-    settings.end(OTHER)
-    set_sms(left)
+    assert (sms(), settings.begun() - before) == (8, 1)
     settings.end(ONE)
+    settings.pause(False)
+    assert sms() == 8 + 32
+    settings.end(OTHER)
     assert sms() == 8
 
 
@@ -91,6 +94,17 @@ def test_cublaslt_is_preferred_while_something_that_asks_for_it_is_reserved(torc
     settings.begin(asks)
     settings.end(ONE)
     settings.end(asks)
+    assert torchs_library.library == LT
+    settings.end(asks)
+    assert torchs_library.library == CUBLAS
+
+
+def test_cublaslt_is_not_preferred_during_a_pause(torchs_library):
+    settings, asks = ReservedSms(), Reservation(16, 66, prefers_lt=True)
+    settings.begin(asks)
+    settings.pause(True)
+    assert torchs_library.library == CUBLAS
+    settings.pause(False)
     assert torchs_library.library == LT
     settings.end(asks)
     assert torchs_library.library == CUBLAS
@@ -166,13 +180,14 @@ def test_our_kernels_compute_where_no_library_leaves_reserved_sms(way, reserved,
     monkeypatch.setattr(backends, "_resolved", lambda *_: "fastest")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "gpu")
     monkeypatch.setattr(backends, "way_beside_collectives", lambda gpu: way)
-    backends._torch_leaves_sms.cache_clear()
+    backends._takes_reserved_sms.cache_clear()
     set_sms(reserved)
     try:
-        assert backends.resolve_backend(device) == resolved
+        assert backends.resolve_backend_now(device) == resolved
+        assert backends.resolve_backend(device) == "fastest"  # as ranks agree through, whatever is in flight
     finally:
         set_sms(None)
-        backends._torch_leaves_sms.cache_clear()
+        backends._takes_reserved_sms.cache_clear()
 
 
 @pytest.mark.parametrize(("way", "prefers_lt"), [("as usual", False), ("cublaslt", True), ("ours", False)])

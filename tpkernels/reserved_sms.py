@@ -52,6 +52,9 @@ class ReservedSms:
     def __init__(self) -> None:
         self._lock = Lock()
         self._reserved = 0  # by collectives in flight
+        self._most = 0  # of the latest reservation
+        self._begun = 0  # so many reservations
+        self._pauses = 0
         self._added = 0  # of these, to what the user has set
         self._unset: int | None = None  # how the user says that none are reserved
         self._prefer_lt = 0  # reservations that prefer cuBLASLt
@@ -63,34 +66,45 @@ class ReservedSms:
     def end(self, less: Reservation) -> None:
         self._change(less, -1)
 
+    def pause(self, paused: bool) -> None:
+        """Write what the user has set, whatever is reserved, until the pause ends."""
+        with self._lock:
+            self._pauses += 1 if paused else -1
+            self._write()
+
+    def begun(self) -> int:
+        """Return how many reservations have begun so far."""
+        return self._begun
+
     def _change(self, by: Reservation, sign: int) -> None:
         if by.sms <= 0:
             return
         with self._lock:
-            now = torch._C._get_sm_carveout_experimental()
-            value = now or 0
-            if not self._added:
-                self._unset = now if now == 0 else None
-            users = (
-                value if value < self._added else value - self._added
-            )  # smaller: set by the user meanwhile
             self._reserved = max(self._reserved + sign * by.sms, 0)
-            self._added = min(max(by.most - users, 0), self._reserved)
-            torch._C._set_sm_carveout_experimental(users + self._added or self._unset)
-            if by.prefers_lt:
-                self._prefer(sign)
+            self._prefer_lt = max(self._prefer_lt + sign * by.prefers_lt, 0)
+            self._most, self._begun = by.most, self._begun + (sign > 0)
+            self._write()
 
-    def _prefer(self, sign: int) -> None:
-        kinds = torch._C._BlasBackend
-        self._prefer_lt = max(self._prefer_lt + sign, 0)
-        begins = self._prefer_lt == 1 and sign > 0 and not _limits_half_sums()
-        if begins and torch._C._get_blas_preferred_backend() == kinds.Cublas:
+    def _write(self) -> None:
+        now = torch._C._get_sm_carveout_experimental()
+        value = now or 0
+        if not self._added:
+            self._unset = now if now == 0 else None
+        # smaller: set by the user meanwhile
+        users = value if value < self._added else value - self._added
+        self._added = 0 if self._pauses else min(max(self._most - users, 0), self._reserved)
+        torch._C._set_sm_carveout_experimental(users + self._added or self._unset)
+        self._prefer(self._prefer_lt > 0 and not self._pauses)
+
+    def _prefer(self, lt: bool) -> None:
+        kinds, preferred = torch._C._BlasBackend, torch._C._get_blas_preferred_backend()
+        if lt and not self._switched and preferred == kinds.Cublas and not _limits_half_sums():
             with suppress(RuntimeError):  # a torch without CUDA
                 torch._C._set_blas_preferred_backend(kinds.Cublaslt)
                 self._switched = True
-        if not self._prefer_lt and self._switched:
+        if not lt and self._switched:
             self._switched = False
-            if torch._C._get_blas_preferred_backend() == kinds.Cublaslt:
+            if preferred == kinds.Cublaslt:
                 torch._C._set_blas_preferred_backend(kinds.Cublas)
 
 
@@ -111,6 +125,12 @@ class _InExtension:
 
     def end(self, less: Reservation) -> None:
         torch.ops.tpkernels.reserve_sms(-less.sms, less.most, less.prefers_lt)
+
+    def pause(self, paused: bool) -> None:
+        torch.ops.tpkernels.pause_reserved_sms(paused)
+
+    def begun(self) -> int:
+        return int(torch.ops.tpkernels.sm_reservations_begun())
 
 
 _IN_PYTHON, _IN_EXTENSION = ReservedSms(), _InExtension()

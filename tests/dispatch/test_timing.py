@@ -10,6 +10,7 @@ from tpkernels.dispatch import timing
 from tpkernels.dispatch.autotune import winner
 from tpkernels.dispatch.checking import scratch_like
 from tpkernels.dispatch.timing import SLACK, CudaStream, StreamClock, is_quiet, rounds, time_on
+from tpkernels.reserved_sms import Reservation, ReservedSms
 
 CPU = torch.device("cpu")
 
@@ -178,21 +179,25 @@ def test_times_that_spread_are_company():
     assert times_on(SimulatedStream(noise=0.4), torch=(0.0, 0.002)).company == ""
 
 
-def test_a_collective_that_begins_meanwhile_is_company_and_keeps_its_sms():
-    setting, set_to = torch._C._get_sm_carveout_experimental, torch._C._set_sm_carveout_experimental
-    before = setting()
+def test_a_collective_that_begins_meanwhile_is_company_and_keeps_its_sms(monkeypatch):
+    writer, of_group = ReservedSms(), Reservation(8, 66)
+    setting, seen = torch._C._get_sm_carveout_experimental, []
+    monkeypatch.setattr(timing, "torchs_settings", lambda: writer)
 
     def once(name):
-        if (setting() or 0) == 0:
-            set_to(16)  # by another thread
+        if not seen:
+            writer.begin(of_group)  # by another thread
+        seen.append(setting())
         return 1.0
 
-    try:
-        set_to(8)
-        assert rounds(["a"], once)[1] == "a collective that began meanwhile"
-        assert setting() == 24, "eight that were reserved before"
-    finally:
-        set_to(before)
+    writer.begin(of_group)
+    assert rounds(["a"], once)[1] == "a collective that began meanwhile"
+    assert set(seen) == {None}
+    assert setting() == 16
+    assert rounds(["a"], lambda name: 1.0)[1] == ""
+    writer.end(of_group)
+    writer.end(of_group)
+    assert setting() is None
 
 
 def test_a_device_that_is_busy_for_long_is_not_waited_for(monkeypatch):

@@ -37,16 +37,19 @@ Resolved = Literal["torch", "triton", "fastest", "invariant"]
 
 def resolve_backend(device: torch.device) -> Resolved:
     """Who computes on `device`. An explicit choice never falls back silently."""
-    resolved = _resolved(backend, device, invariance.batch_invariant, segments_of_op())
-    if resolved == "fastest" and carveout() and not _torch_leaves_sms(device):
-        return "invariant"  # ours, where there is one: torch would take SMs that are reserved
-    return resolved
+    return _resolved(backend, device, invariance.batch_invariant, segments_of_op())
+
+
+def resolve_backend_now(device: torch.device) -> Resolved:
+    """`resolve_backend`, of a call that may run beside collectives: torch may take SMs that are reserved."""
+    resolved = resolve_backend(device)
+    return "invariant" if resolved == "fastest" and carveout() and _takes_reserved_sms(device) else resolved
 
 
 @cache
-def _torch_leaves_sms(device: torch.device) -> bool:
-    """Whether torch's libraries leave reserved SMs free there."""
-    return way_beside_collectives(torch.cuda.get_device_name(device)) != "ours"
+def _takes_reserved_sms(device: torch.device) -> bool:
+    """Whether of all libraries only our kernels leave reserved SMs free there."""
+    return way_beside_collectives(torch.cuda.get_device_name(device)) == "ours"
 
 
 @cache

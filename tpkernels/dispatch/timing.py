@@ -31,6 +31,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from tpkernels.reserved_sms import torchs_settings
+
 Timeable = Callable[[], object]
 Clock = Callable[[str, Timeable], tuple[float, float]]  # milliseconds of one run, on the GPU and on the host
 
@@ -95,17 +97,17 @@ def _noise(samples: Iterable[Sequence[float]]) -> str:
 
 @contextmanager
 def _all_sms() -> Iterator[Callable[[], bool]]:
-    """Let products take all SMs, even beside a collective: other calls use the choice, too.
+    """Reserve no SMs, and prefer no library, even beside a collective: other calls use the choice, too.
 
-    Yields a function that says whether another thread has reserved some since: these stay reserved.
+    What the user has set stays. Yields a function that says whether another thread has reserved some since.
     """
-    reserved = torch._C._get_sm_carveout_experimental() or 0
-    torch._C._set_sm_carveout_experimental(None)
+    settings = torchs_settings()
+    before = settings.begun()
+    settings.pause(True)
     try:
-        yield lambda: bool(torch._C._get_sm_carveout_experimental())
+        yield lambda: settings.begun() != before
     finally:
-        reserved += torch._C._get_sm_carveout_experimental() or 0
-        torch._C._set_sm_carveout_experimental(reserved if reserved > 0 else None)
+        settings.pause(False)
 
 
 def is_quiet(device: torch.device, seconds: float = QUIET_SECONDS) -> bool:

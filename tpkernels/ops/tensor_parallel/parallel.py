@@ -57,7 +57,7 @@ class TimedKernels(FlagKernels):
             return found
         from tpkernels.ops.tensor_parallel.ways import choose  # on GPUs, where ways are timed
 
-        return choose(moved, like, group, exchanges, work)
+        return choose(self, moved, like, group, exchanges, work)
 
     def decides(self, like: Tensor) -> bool:
         if not times_on(like):

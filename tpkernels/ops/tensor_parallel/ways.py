@@ -44,7 +44,7 @@ from tpkernels.comm.agreement import offers_of_all
 from tpkernels.comm.calls import Call, begin, handshake
 from tpkernels.comm.groups import timeout_of
 from tpkernels.comm.schedule import MOST_CHUNKS, pushed_chunks
-from tpkernels.comm.tensor_parallel import Moved, TensorParallel
+from tpkernels.comm.tensor_parallel import Computing, Moved, TensorParallel
 from tpkernels.comm.transports import select
 from tpkernels.comm.transports.c10d import BackendSums, collectives_of, gather_small, rounds_for
 from tpkernels.comm.transports.in_memory import Mailboxes
@@ -60,7 +60,6 @@ from tpkernels.kernels import invariance
 from tpkernels.kernels.matmul_tile import MatmulTile
 from tpkernels.kernels.operands import DTYPES
 from tpkernels.ops.tensor_parallel.flag_waits import FLAG_KERNELS, NO_TILE, Work, pairs_of, tiles_to_try
-from tpkernels.ops.tensor_parallel.parallel import TIMED_KERNELS
 
 MOST_TIMED = 32  # a layer has about ten
 ROUNDS = 15  # a number, and not a time: all ranks must run as often
@@ -143,15 +142,21 @@ def key_of(moved: Moved, ranks: int, machines: int) -> str:
 
 
 def choose(
-    moved: Moved, like: Tensor, group: ProcessGroup, exchanges: select.Exchanges, work: object
+    computing: Computing,
+    moved: Moved,
+    like: Tensor,
+    group: ProcessGroup,
+    exchanges: select.Exchanges,
+    work: object,
 ) -> Transport:
     """Choose the transport of a transfer, together with the other ranks of the group.
 
+    computing: who computes with what moves
     like: this rank's rows of a gather, or a tensor like the terms of a sum
     work: these terms; or the product of the rows, see `Work`
     """
     key = key_of(moved, group.size(), exchanges.machines)
-    trial = Trial(moved, like, group, exchanges, work)
+    trial = Trial(computing, moved, like, group, exchanges, work)
     usual = Way(rounds_for(like, moved.rows, moved.width, group.size()))
     if why := why_not_now(moved.device):  # no rank may talk now; all are in the same call
         log.choices.info("%s: %s (not timed now: %s)", key, usual.name, why)
@@ -206,12 +211,14 @@ class Trial:
 
     def __init__(
         self,
+        computing: Computing,
         moved: Moved,
         like: Tensor,
         group: ProcessGroup,
         exchanges: select.Exchanges,
         work: object,
     ) -> None:
+        self._computing = computing
         self._moved, self._like, self._group, self._of_group = moved, like, group, exchanges
         self._terms = work if isinstance(work, Terms) else None
         self._work: Work | None = work if isinstance(work, tuple) and moved.width else None
@@ -292,7 +299,7 @@ class Trial:
             reduced = transport.reduce(call, terms, None, at_once=False).wait()
             gather = begin(call.op, "trial of the gather of sums", self._group)
             return collectives_of(1).gather(gather, reduced, terms.rows, keeps=False, at_once=True).all()
-        tp = TensorParallel(self._group, computing=TIMED_KERNELS, in_memory=False)
+        tp = TensorParallel(self._group, computing=self._computing, in_memory=False)
         return tp.all_reduce(call.op, terms).wait()
 
     def meet(self) -> None:
