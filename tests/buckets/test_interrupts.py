@@ -13,7 +13,7 @@ from tests.buckets.ways import both_ways, on_ranks
 from tests.on_ranks import of_all
 from tpkernels import GradientBuckets
 from tpkernels.buckets import neighbours
-from tpkernels.buckets.step import Step
+from tpkernels.buckets.step import BucketStep
 
 STEPS = 3
 
@@ -104,7 +104,7 @@ def test_at_any_line_of_a_step_all_ranks_raise(first, options):
 @on_ranks(2)
 def test_unguarded_steps_would_be_a_batch_apart():
     """Planted: steps that nobody fails, one interrupted as `zero` begins."""
-    with patch.object(Step, "fail", lambda *_: None):
+    with patch.object(BucketStep, "fail", lambda *_: None):
         lines = of_all(steps(1)[0])[0]
         line = next(line for line in lines if line[0].endswith("gradients.py"))
         assert "wrong" in of_all(steps(1, line)[1])[1]

@@ -51,7 +51,7 @@ from tpkernels.buckets.parameters import (
     refuse_early_steps,
     require_equal_weights,
 )
-from tpkernels.buckets.step import Step, part_of_a_step
+from tpkernels.buckets.step import BucketStep, part_of_a_step
 from tpkernels.buckets.supported import FLOATING, problem_of, problem_over
 from tpkernels.comm.agreement import Claim, Problem, agree, describe
 from tpkernels.comm.groups import (
@@ -123,7 +123,7 @@ class GradientBuckets:
             for parameter in self._parameters
         ]
         self._options, transport = options, select.requested_transport
-        self._step = Step([live for live in (options.tensor_parallel_group, options.group) if live])
+        self._step = BucketStep([live for live in (options.tensor_parallel_group, options.group) if live])
         self._agree(
             f"GradientBuckets(bucket_bytes={bucket_bytes}, reduce={reduce!r}, average={average}, "
             f"grad_dtype={grad_dtype}, wire_dtype={wire_dtype}, check_nan={check_nan}, "
@@ -383,7 +383,7 @@ class GradientBuckets:
 
 
 class _NoSync(AbstractContextManager[None]):
-    def __init__(self, step: Step, postpone: Callable[[int], None]) -> None:
+    def __init__(self, step: BucketStep, postpone: Callable[[int], None]) -> None:
         self._step, self._postpone = step, postpone
 
     @part_of_a_step

@@ -30,7 +30,7 @@ from tpkernels.buckets.engine import LONGEST_TIMEOUT, Engine, EngineOptions
 from tpkernels.buckets.forks import copy_in_forks
 from tpkernels.buckets.live_group import LiveGroup
 from tpkernels.buckets.neighbours import OP, Neighbours
-from tpkernels.buckets.step import Step
+from tpkernels.buckets.step import BucketStep
 from tpkernels.comm.agreement import CannotTakePart, offers_of_all
 from tpkernels.comm.calls import handshake
 from tpkernels.comm.groups import timeout_of
@@ -103,7 +103,9 @@ class Bucket(NamedTuple):
 class BucketMemory:
     """Allocates the buckets of one `GradientBuckets`; all ranks call its methods at once."""
 
-    def __init__(self, options: EngineOptions, step: Step, device: torch.device, *, marked: bool) -> None:
+    def __init__(
+        self, options: EngineOptions, step: BucketStep, device: torch.device, *, marked: bool
+    ) -> None:
         """Agree on whether to share memory. marked: the tensor-parallel group sums some buckets"""
         self._options, self._step, self._device, self._opener = options, step, device, os.getpid()
         self._groups = [options.group]

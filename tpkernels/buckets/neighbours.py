@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from tpkernels.buckets.engine import Engine, EngineOptions
 from tpkernels.buckets.live_group import LiveGroup
-from tpkernels.buckets.step import Step
+from tpkernels.buckets.step import BucketStep
 from tpkernels.comm.calls import Call, calls_of, handshake
 from tpkernels.comm.groups import failed
 from tpkernels.comm.transports.processes import LOOK_SECONDS, Process
@@ -27,7 +27,7 @@ class Neighbours:
     def __init__(
         self,
         engine: Engine,
-        step: Step,
+        step: BucketStep,
         groups: Sequence[LiveGroup],
         processes: Sequence[Mapping[int, Process]],
         options: EngineOptions,

@@ -22,7 +22,7 @@ from tpkernels.errors import cause_of
 _REFUSALS = RuntimeError, ValueError, TypeError
 
 
-class Step:
+class BucketStep:
     """The step of one `GradientBuckets`. groups: the data-parallel one last"""
 
     def __init__(self, groups: Sequence[LiveGroup]) -> None:
@@ -54,7 +54,7 @@ class Step:
 class HasStep(Protocol):
     """Takes part in a step."""
 
-    _step: Step
+    _step: BucketStep
 
 
 Of = TypeVar("Of", bound=HasStep)
