@@ -34,7 +34,7 @@ from uuid import uuid4
 import torch
 
 from tpkernels.dispatch.log import warnings
-from tpkernels.files import parsed, read_text
+from tpkernels.files import parsed, read_own
 
 try:
     import fcntl
@@ -180,7 +180,7 @@ class Cache:
         if self._path is None:
             return {}
         try:
-            versions, choices = parse(read_text(self._path))
+            versions, choices = parse(read_own(self._path, self._path.parent))
             if versions != asdict(self.versions):
                 raise ForeignFile(f"it was written for {versions}")
             return choices

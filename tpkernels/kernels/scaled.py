@@ -11,9 +11,9 @@ T rows of K elements, S scales a row (one, or one for each 128 elements):
 One matrix, because what ranks send each other are rows: a row brings its scales along. A weight with one
 scale for each 128 x 128 repeats it in each of its rows.
 
-What is no number is not hidden: a row (or block) that holds NaN or infinity has the scale NaN. A number in a
-block is none when it comes back, either: by a scale that is a power of two fp8 would round those next to fp32's
-largest to 2**128, and they become the number of fp8 below.
+What is no number is not hidden: a row (or block) that holds NaN or infinity has the scale NaN. And a number
+of a block stays one: with a scale that is a power of two fp8 would round those next to fp32's largest to
+2**128, and they become the number of fp8 below.
 """
 
 from __future__ import annotations
