@@ -1,12 +1,29 @@
 """Whatever lies where a file is expected, nothing hangs, nothing else is written, and nothing is lost."""
 
+import grp
 import os
+import pwd
 import stat
+from types import SimpleNamespace
 
 import pytest
 
 from tests.checks import open_files
-from tpkernels.files import cache_folder, clear, parsed, read_bytes, read_text, replace_text, unused
+from tpkernels import files
+from tpkernels.dispatch.cache import Cache, Choice, Versions
+from tpkernels.files import (
+    cache_folder,
+    clear,
+    make_folder,
+    parsed,
+    read_bytes,
+    read_own,
+    read_text,
+    replace_text,
+    unused,
+    why_not_ours,
+)
+from tpkernels.gate.disk_cache import DiskCache
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
@@ -100,3 +117,52 @@ def test_caches_are_where_the_first_of_these_says(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / "XDG_CACHE_HOME" / "tpkernels"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder() == tmp_path / "HOME" / ".cache" / "tpkernels"
+
+
+def give_away(path, monkeypatch):
+    """Have a path belong to another user."""
+    if os.getuid() == 0:
+        os.chown(path, 4321, -1)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 4321)
+
+
+@pytest.mark.parametrize("place", ["root/folder/file", "root/folder", "root"])
+@pytest.mark.parametrize("how", ["another user's", "others write", "a group writes"])
+def test_what_others_can_have_written_is_refused(how, place, tmp_path, monkeypatch):
+    path, root = tmp_path / "root" / "folder" / "file", tmp_path / "root"
+    make_folder(path.parent)
+    path.write_text("planted")
+    path.chmod(0o644)
+    assert read_own(path, root) == "planted"
+    if how == "another user's":
+        give_away(tmp_path / place, monkeypatch)
+    else:
+        monkeypatch.setattr(files, "_is_own_group", lambda _: False)
+        (tmp_path / place).chmod(0o757 if how == "others write" else 0o775)
+    said = "belongs to user" if how == "another user's" else "can be written by other users"
+    with pytest.raises(PermissionError, match=f"{said}.* remove it, or "):
+        read_own(path, root)
+
+
+def test_a_group_of_this_user_alone_may_write(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("ours")
+    (tmp_path / "file").chmod(0o664)
+    me = pwd.getpwuid(os.getuid()).pw_name
+    for name, members, ours in ((me, [], True), (me, ["eve"], False), ("staff", [], False)):
+        group = SimpleNamespace(gr_name=name, gr_mem=members)
+        monkeypatch.setattr(grp, "getgrgid", lambda _, group=group: group)
+        assert (why_not_ours(tmp_path / "file", tmp_path) == "") is ours, (name, members)
+
+
+def test_caches_of_choices_and_of_compilations_ignore_planted_files(tmp_path, caplog):
+    versions = Versions("a GPU", "2.0", "3.0", "abc")
+    Cache(tmp_path / "choices", versions).put("key", Choice("planted", {}))
+    DiskCache(tmp_path / "values").put("key", 7)
+    for folder in ("choices", "values"):
+        (tmp_path / folder).chmod(0o777)
+    assert Cache(tmp_path / "choices", versions).get("key") is None
+    assert "can be written by other users" in caplog.text
+    assert DiskCache(tmp_path / "values").get("key") is None
+    (tmp_path / "values").chmod(0o755)
+    assert DiskCache(tmp_path / "values").get("key") == 7

@@ -171,6 +171,14 @@ def test_answers_that_cannot_be_read_leave_the_model(text, tmp_path, monkeypatch
     measured.cache_clear()
 
 
+def test_answers_that_others_can_write_are_refused_with_a_sentence(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TPKERNELS_CACHE_DIR", str(tmp_path))
+    keep("gpu", {"cublas": True}).chmod(0o666)
+    assert measured("gpu") == {}
+    assert "can be written by other users" in caplog.text
+    measured.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("way", "reserved", "resolved"),
     [("ours", 16, "invariant"), ("ours", None, "fastest"), ("cublaslt", 16, "fastest")],

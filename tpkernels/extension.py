@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tpkernels.files import cache_folder
+from tpkernels.files import cache_folder, why_not_ours
 
 HOW_TO_BUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 _PACKAGE = Path(__file__).parent
@@ -38,11 +38,17 @@ class Extension:
 @cache
 def extension() -> Extension:
     """Load the extension once, without building it; return its state."""
-    library = installed_library() or library_of_first_use()
+    installed = installed_library()
+    library = installed or library_of_first_use()
     try:
         exists = library is not None and library.exists() and not lock_of_build(library.parent).exists()
+        why = ""
+        if library is not None and exists and installed is None:
+            why = why_not_ours(library, folder_of_builds(library))
     except OSError as error:  # a folder of somebody else
         return Extension(ExtensionState.UNUSABLE, f"{library} cannot be looked at: {error}")
+    if why:
+        return Extension(ExtensionState.UNUSABLE, why)
     if library is None or not exists:
         return Extension(
             ExtensionState.ABSENT,
@@ -80,6 +86,11 @@ def library_of_first_use() -> Path | None:
             text.update(f"{source.name}\n".encode() + source.read_bytes())
     built_for = f"torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
     return folder / "extension" / f"{built_for}-{text.hexdigest()}" / "tpkernels_C.so"
+
+
+def folder_of_builds(library: Path) -> Path:
+    """Return the cache folder, in which a library of first use lies."""
+    return library.parents[2]
 
 
 def lock_of_build(folder: Path) -> Path:

@@ -26,6 +26,56 @@ def read_text(path: str | os.PathLike[str]) -> str:
     return read_bytes(path).decode("utf-8")
 
 
+def why_not_ours(path: Path, root: Path) -> str:
+    """Return why what lies at `path`, in our folder `root`, is not used: others can have written it. "": ours
+
+    root: a folder above it; those above that are the machine's business
+    """
+    if not hasattr(os, "getuid"):  # not a POSIX system
+        return ""
+    for place in (path, *path.parents):
+        found = place.stat()
+        if found.st_uid not in (os.getuid(), 0):
+            return (
+                f"{place} belongs to user {found.st_uid}, who may have planted it; remove it, or set "
+                "TPKERNELS_CACHE_DIR to a folder of your own"
+            )
+        if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_own_group(found.st_gid)):
+            return (
+                f"{place} can be written by other users, who may have changed what is in it; remove it, or "
+                "allow it to nobody else (chmod go-w) if you trust all that is there"
+            )
+        if place == root:
+            break
+    return ""
+
+
+def _is_own_group(number: int) -> bool:
+    """Whether a group has this user alone, as where each has one of the same name."""
+    import grp
+    import pwd
+
+    try:
+        name, group = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(number)
+    except KeyError:
+        return False
+    return group.gr_name == name and not set(group.gr_mem) - {name}
+
+
+def read_own(path: Path, root: Path) -> str:
+    """As `read_text`; PermissionError if others can have written the file, or a folder up to `root`."""
+    if why := why_not_ours(path, root):
+        raise PermissionError(why)
+    return read_text(path)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it that are missing, into which only this user may write."""
+    for each in (*reversed(path.parents), path):
+        if not each.exists():
+            each.mkdir(mode=0o755, exist_ok=True)
+
+
 def parsed(text: str) -> Any:
     """Return the value of a JSON text; ValueError if it is no JSON, or nested too deeply."""
     try:

@@ -17,6 +17,7 @@ library next to busy SMs, and what it finds replaces this table on GPUs of that 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,7 +29,9 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from tpkernels.extension import ExtensionState, extension
-from tpkernels.files import cache_folder, parsed, read_text, replace_text
+from tpkernels.files import cache_folder, parsed, read_own, replace_text
+
+_log = logging.getLogger(__name__)
 
 ProductLibrary = Literal["cublas", "cublaslt", "scaled", "ours"]
 LIBRARIES: tuple[ProductLibrary, ...] = get_args(ProductLibrary)
@@ -156,11 +159,15 @@ def way_beside_collectives(gpu: str) -> Literal["as usual", "cublaslt", "ours"]:
 def measured(gpu: str) -> Mapping[ProductLibrary, bool]:
     """Return which libraries `qualify` has seen to obey on GPUs of this name, with this torch; read once."""
     path = _path_for(gpu)
-    with suppress(OSError, ValueError):
-        found = parsed(read_text(path)) if path is not None else None
-        if isinstance(found, dict):
-            return {name: found[name] for name in LIBRARIES if isinstance(found.get(name), bool)}
-    return {}
+    try:
+        found = parsed(read_own(path, path.parents[1])) if path is not None else None
+    except PermissionError as error:
+        _log.warning("%s: products follow torch's sources beside collectives", error)
+        return {}
+    except (OSError, ValueError):
+        return {}
+    listed = found if isinstance(found, dict) else {}
+    return {name: listed[name] for name in LIBRARIES if isinstance(listed.get(name), bool)}
 
 
 def keep(gpu: str, obeys: Mapping[ProductLibrary, bool]) -> Path | None:

@@ -99,6 +99,23 @@ def test_library_of_the_first_use_is_loaded_once_it_is_built(not_installed):
     assert f"{library} is not ours or damaged" in _ext.extension.__wrapped__().detail
 
 
+@pytest.mark.parametrize("place", ["the library", "its folder", "the cache"])
+def test_a_planted_library_is_neither_loaded_nor_built_upon(place, not_installed, monkeypatch, tmp_path):
+    library = _ext.library_of_first_use()
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"planted")
+    {"the library": library, "its folder": library.parent, "the cache": tmp_path}[place].chmod(0o777)
+    monkeypatch.setattr(_ext, "load", lambda _: pytest.fail("it runs"))
+    found = _ext.extension.__wrapped__()
+    assert found.state is ExtensionState.UNUSABLE
+    assert "can be written by other users" in found.detail
+    library.unlink()
+    monkeypatch.setattr(extension_build, "_compile", lambda *_: pytest.fail("it builds"))
+    if place != "the library":
+        with pytest.raises(CannotBuild, match="can be written by other users"):
+            build(library)
+
+
 def test_each_text_of_the_sources_has_its_own_library(not_installed, monkeypatch, tmp_path):
     first = _ext.library_of_first_use()
     assert torch.__version__ in first.parent.name

@@ -87,6 +87,18 @@ def test_rows_that_are_zero_tiny_huge_or_no_numbers(dtype, scaling, options, dev
         assert_words_of_oracle(by_rows_or_columns, *scaling, *options)
 
 
+@pairwise(square=[False, True], format=["e4m3", "e5m2"], dtype=[torch.float32, torch.bfloat16])
+def test_a_block_next_to_the_largest_number_stays_finite(square, format, dtype, device):
+    """fp8 would round it to 2**128, times a power of two."""
+    x = torch.zeros(130, 300, dtype=dtype, device=device)
+    x[0, 3], x[129, 299] = torch.finfo(dtype).max, -torch.finfo(dtype).max
+    assert_words_of_oracle(x, "blocks", square, format, True)
+    words = Scaled(quantize(x, format=format, scaling="blocks", power_of_two=True), 300, format, "blocks")
+    back = dequantize(words.data, words.scale, dtype="float32")
+    assert_same(back.sign(), x.float().sign())
+    assert 0.87 * torch.finfo(dtype).max < back.abs().max() < torch.inf
+
+
 def test_nan_and_infinity_stay_in_their_row_or_block(device):
     x = strange_rows(torch.float32, device)
     lost = torch.tensor([row in range(7, 12) for row in range(16)], device=device)

@@ -241,6 +241,22 @@ def test_what_overflows_in_torch_overflows_here_and_what_is_tiny_does_not_vanish
         assert ops.linear(x, weight, quantize=RECIPES[recipe]).tolist() == [[float("inf")] * 3] * 2
 
 
+@pytest.mark.parametrize("features", [64, 256])
+def test_powers_of_two_keep_the_largest_number_finite(features, backend):
+    """And what zeros make of it zero."""
+    largest = torch.finfo(torch.float32).max
+    x, w = torch.zeros(2, features), torch.zeros(8, features)
+    x[0, 0], w[1, 0] = largest, 2.0**-100
+    x, w = x.requires_grad_(), w.requires_grad_()
+    y = ops.linear(x, w, None, quantize=Recipe.blockwise(power_of_two=True))
+    dx, dw = torch.autograd.grad(y, (x, w), torch.full_like(y, 0.5))
+    right = torch.zeros(2, 8)
+    right[0, 1] = largest * 2.0**-100
+    torch.testing.assert_close(y, right, rtol=0.07, atol=0)
+    torch.testing.assert_close(dw[:, 0], torch.full((8,), largest / 2), rtol=0.07, atol=0)
+    assert dx.isfinite().all()
+
+
 @pytest.mark.parametrize("wrong", [lambda scale: scale.roll(1, 0), lambda scale: scale * 1.125])
 def test_a_wrong_scale_would_be_seen(monkeypatch, wrong):
     """That of the row before; and one an eighth off, which fp8 itself could be."""

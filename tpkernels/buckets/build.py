@@ -18,7 +18,8 @@ from pathlib import Path
 
 from tpkernels.comm.agreement import Problem
 from tpkernels.errors import is_first_to_say
-from tpkernels.extension import ExtensionState, extension, library_of_first_use, sources
+from tpkernels.extension import ExtensionState, extension, folder_of_builds, library_of_first_use, sources
+from tpkernels.files import make_folder, why_not_ours
 
 BUILD_SECONDS = 600.0  # time limit of a build, or of the wait for another process's
 END_SECONDS = 10.0  # for an interrupted build, to release torch's lock
@@ -59,7 +60,9 @@ def build(library: Path | None) -> None:
         raise CannotBuild("there is no folder for it; set TPKERNELS_CACHE_DIR to one that can be written")
     environment = _with_tools()
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(library.parent)
+        if why := why_not_ours(library.parent, folder_of_builds(library)):
+            raise CannotBuild(why)
         _compile(library.parent, environment)
     except OSError as error:
         raise CannotBuild(f"{error}; set TPKERNELS_CACHE_DIR to a folder that can be written") from error
@@ -90,7 +93,12 @@ def _compile(folder: Path, environment: dict[str, str]) -> None:
     with log.open("w") as output:
         # its own session: it outlives a killed rank, and releases the lock for the others
         builder = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            umask=0o022,  # nobody else may write the library
         )
         try:
             failed = builder.wait(BUILD_SECONDS) != 0

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Literal, NoReturn
 
@@ -51,6 +51,7 @@ from tpkernels.buckets.parameters import (
     refuse_early_steps,
     require_equal_weights,
 )
+from tpkernels.buckets.step import BucketStep, part_of_a_step
 from tpkernels.buckets.supported import FLOATING, problem_of, problem_over
 from tpkernels.comm.agreement import Claim, Problem, agree, describe
 from tpkernels.comm.groups import (
@@ -122,6 +123,7 @@ class GradientBuckets:
             for parameter in self._parameters
         ]
         self._options, transport = options, select.requested_transport
+        self._step = BucketStep([live for live in (options.tensor_parallel_group, options.group) if live])
         self._agree(
             f"GradientBuckets(bucket_bytes={bucket_bytes}, reduce={reduce!r}, average={average}, "
             f"grad_dtype={grad_dtype}, wire_dtype={wire_dtype}, check_nan={check_nan}, "
@@ -154,6 +156,7 @@ class GradientBuckets:
         """Return parameters whose gradients are summed over the tensor-parallel group first."""
         return [each for each, marked in zip(self._parameters, self._marked, strict=True) if marked]
 
+    @part_of_a_step
     def zero(self) -> None:
         """Clear all gradients, also those of a backward that raised."""
         if self._engine is None:
@@ -163,6 +166,7 @@ class GradientBuckets:
         if gave_up and self._learning and not self._options.check_nan:  # other ranks learn in finish()
             self._learn(self._engine, gave_up=True)
 
+    @part_of_a_step
     def finish(self) -> tuple[str, ...]:
         """Wait until all gradients are reduced; return names of parameters without gradient on this rank.
 
@@ -178,20 +182,10 @@ class GradientBuckets:
         self._module.refuse_others()
         return tuple(self._names[index] for index in unused)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    @part_of_a_step
+    def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients without reducing them, for all but the last of several backwards."""
-        if self._engine is None:
-            yield
-            return
-        self._no_sync_depth += 1
-        self._engine.set_synchronizing(False)
-        try:
-            yield
-        finally:
-            self._no_sync_depth -= 1
-            if self._engine is not None:  # not detached in the meantime
-                self._engine.set_synchronizing(self._no_sync_depth == 0)
+        return _NoSync(self._step, self._postpone)
 
     def detach(self) -> None:
         """Remove the hooks from the parameters; their gradients stay."""
@@ -253,15 +247,23 @@ class GradientBuckets:
             "GradientBuckets cannot be copied or pickled; make new ones for the copied parameters"
         )
 
+    def _postpone(self, by: int) -> None:
+        """Enter (1) or leave (-1) a `no_sync`."""
+        if self._engine is not None:  # not detached in the meantime
+            self._no_sync_depth += by
+            self._engine.set_synchronizing(self._no_sync_depth == 0)
+
     def _attach(self) -> None:
         self._engine = make_engine(self._parameters, self._names, self._marked, self._options)
-        self._memory = BucketMemory(self._options, self._parameters[0].device, marked=any(self._marked))
+        self._memory = BucketMemory(
+            self._options, self._step, self._parameters[0].device, marked=any(self._marked)
+        )
         if self._options.grad_dtype is not None and not self._options.main_grad:
             protocol.set_grad_dtype(self._parameters, self._options.grad_dtype)
         # First guess: autograd reaches parameters about in the reverse order of their use.
         self._arrange(self._engine, list(range(len(self._parameters)))[::-1])
         protocol.refuse_copies(self._parameters)
-        handles = protocol.drop_dummies(self._parameters) if self._options.main_grad else []
+        handles = protocol.drop_dummies(self._parameters, self._step) if self._options.main_grad else []
         handles.append(refuse_early_steps(self))
         # not in the engine's destructor, which holds Python's lock and cannot wait for a backend
         self._release = weakref.finalize(self, _let_go, self._engine, self._memory, self._parameters, handles)
@@ -378,6 +380,19 @@ class GradientBuckets:
                 raise
             problem = type(error).__name__, str(error)
         agree(Claim(request, over_tensor, problem), tensor_parallel_group.get())
+
+
+class _NoSync(AbstractContextManager[None]):
+    def __init__(self, step: BucketStep, postpone: Callable[[int], None]) -> None:
+        self._step, self._postpone = step, postpone
+
+    @part_of_a_step
+    def __enter__(self) -> None:
+        self._postpone(1)
+
+    @part_of_a_step
+    def __exit__(self, *_: object) -> None:
+        self._postpone(-1)
 
 
 def _let_go(

@@ -30,6 +30,7 @@ from tpkernels.buckets.engine import LONGEST_TIMEOUT, Engine, EngineOptions
 from tpkernels.buckets.forks import copy_in_forks
 from tpkernels.buckets.live_group import LiveGroup
 from tpkernels.buckets.neighbours import OP, Neighbours
+from tpkernels.buckets.step import BucketStep
 from tpkernels.comm.agreement import CannotTakePart, offers_of_all
 from tpkernels.comm.calls import handshake
 from tpkernels.comm.groups import timeout_of
@@ -102,9 +103,11 @@ class Bucket(NamedTuple):
 class BucketMemory:
     """Allocates the buckets of one `GradientBuckets`; all ranks call its methods at once."""
 
-    def __init__(self, options: EngineOptions, device: torch.device, *, marked: bool) -> None:
+    def __init__(
+        self, options: EngineOptions, step: BucketStep, device: torch.device, *, marked: bool
+    ) -> None:
         """Agree on whether to share memory. marked: the tensor-parallel group sums some buckets"""
-        self._options, self._device, self._opener = options, device, os.getpid()
+        self._options, self._step, self._device, self._opener = options, step, device, os.getpid()
         self._groups = [options.group]
         if marked and options.tensor_parallel_group is not None:
             self._groups.insert(0, options.tensor_parallel_group)
@@ -143,7 +146,7 @@ class BucketMemory:
                 owners,
                 max(1, round(seconds * 1000)),
             )
-        self._neighbours = Neighbours(engine, self._groups, processes, self._options, seconds)
+        self._neighbours = Neighbours(engine, self._step, self._groups, processes, self._options, seconds)
 
     # The waits for ranks that add up with this one come before the engine's own.
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 
 from tpkernels.buckets.engine import Engine, EngineOptions
 from tpkernels.buckets.live_group import LiveGroup
+from tpkernels.buckets.step import BucketStep
 from tpkernels.comm.calls import Call, calls_of, handshake
 from tpkernels.comm.groups import failed
 from tpkernels.comm.transports.processes import LOOK_SECONDS, Process
-from tpkernels.errors import cause_of
 
 OP = "GradientBuckets"
 FAREWELL_SECONDS = 2.0  # as at the end of a process, see csrc/bucket_memory.cpp
@@ -27,6 +27,7 @@ class Neighbours:
     def __init__(
         self,
         engine: Engine,
+        step: BucketStep,
         groups: Sequence[LiveGroup],
         processes: Sequence[Mapping[int, Process]],
         options: EngineOptions,
@@ -37,7 +38,7 @@ class Neighbours:
         processes: of the other ranks of each, by their number there
         timeout: seconds
         """
-        self._engine, self._groups, self._processes = engine, groups, processes
+        self._engine, self._step, self._groups, self._processes = engine, step, groups, processes
         self._calls = [calls_of(group.get()) for group in groups]
         # its own call number distinguishes these buckets from others of the group
         self._numbers = [handshake(OP, "who add up buckets", group.get()).number for group in groups]
@@ -46,7 +47,6 @@ class Neighbours:
 
     def finish(self) -> None:
         """Launch the remaining buckets and wait for their sums, so that `engine.finish` does not wait."""
-        self._require_usable()
         began = False
         try:
             began = self._engine.launch_rest()
@@ -55,7 +55,6 @@ class Neighbours:
 
     def zero(self) -> bool:
         """Interrupt a round and wait for its buckets in flight; return whether there was a round."""
-        self._require_usable()
         interrupted = False
         try:
             interrupted = self._engine.interrupt()
@@ -78,15 +77,6 @@ class Neighbours:
             self._fail(error)
             raise
 
-    def _require_usable(self) -> None:
-        """Raise if a group has failed, and fail the other groups: their ranks would wait for this one."""
-        try:
-            for group in self._groups:
-                group.get()
-        except RuntimeError as error:
-            self._fail(error)
-            raise
-
     def _settle(self, *, numbered: bool) -> None:
         """Wait until all buckets in flight have been summed.
 
@@ -105,11 +95,9 @@ class Neighbours:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        if os.getpid() != self._opener:  # a fork belongs neither to the group nor to its store
-            return
-        self._engine.lose_others()
-        for calls in self._calls:
-            calls.fail(f"{type(error).__name__}: {cause_of(error)}")
+        if os.getpid() == self._opener:  # a fork does not belong to the group
+            self._engine.lose_others()
+            self._step.fail(error)
 
     def _await(self, begun: Sequence[Call] = (), patience: float | None = None) -> None:
         """Wait for buckets in flight. begun: the calls of the step, which other ranks must be in, too"""

@@ -23,6 +23,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from tpkernels import tp_invariance
+from tpkernels.buckets.step import BucketStep, part_of_a_step
 from tpkernels.comm.agreement import Claim, Problem, agree
 from tpkernels.groups.checksums import sums_of_bits
 
@@ -122,16 +123,24 @@ def publish_main_grads(parameters: Sequence[nn.Parameter], views: Sequence[Tenso
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
 
-def drop_dummies(parameters: Sequence[nn.Parameter]) -> list[RemovableHandle]:
+def drop_dummies(parameters: Sequence[nn.Parameter], step: BucketStep) -> list[RemovableHandle]:
     """Register hooks that drop the dummy gradients of fused kernels before the engine's hooks run."""
-    return [parameter.register_post_accumulate_grad_hook(_drop_dummy) for parameter in parameters]
+    drop = _Dummies(step).drop
+    return [parameter.register_post_accumulate_grad_hook(drop) for parameter in parameters]
 
 
-def _drop_dummy(parameter: Tensor) -> None:
-    if parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
-        if not getattr(parameter, "zero_out_wgrad", False):  # else zeros plus gradients of other uses
-            parameter.grad = None
-        parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+class _Dummies:
+    """Gradients of fused kernels, which added the true ones elsewhere. step: that backward is a part of"""
+
+    def __init__(self, step: BucketStep) -> None:
+        self._step = step
+
+    @part_of_a_step
+    def drop(self, parameter: Tensor) -> None:
+        if parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
+            if not getattr(parameter, "zero_out_wgrad", False):  # else zeros plus gradients of other uses
+                parameter.grad = None
+            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
 
 def set_grad_dtype(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:

@@ -1,7 +1,8 @@
 """A folder of small JSON values among the user's caches: what is costly to learn twice.
 
 Any number of processes may share it. A file is written elsewhere and renamed, so that none is ever seen half
-written. A file that cannot be read, or does not hold what was written, counts as absent; so does the folder.
+written. A file that cannot be read, does not hold what was written, or can have been written by other users,
+counts as absent; so does the folder.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from tpkernels.files import cache_folder, parsed, read_text
+from tpkernels.files import cache_folder, make_folder, parsed, read_own
 
 
 class DiskCache:
@@ -33,7 +34,7 @@ class DiskCache:
         if self.folder is None:
             return None
         try:
-            stored = parsed(read_text(_path(self.folder, key)))
+            stored = parsed(read_own(_path(self.folder, key), self.folder))
             value = stored["value"]
             return value if stored["digest"] == _digest(key, value) else None
         except (OSError, ValueError, KeyError, TypeError):
@@ -45,7 +46,7 @@ class DiskCache:
             return
         text = json.dumps({"digest": _digest(key, value), "value": value})
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             with NamedTemporaryFile(
                 "w", dir=self.folder, suffix=".part", delete=False, encoding="utf-8"
             ) as file:

@@ -202,6 +202,9 @@ def _quantize_blocks_kernel(
     if SQUARE:
         largest = tl.broadcast_to(tl.max(largest, axis=0)[None, :], (BLOCK_ROWS, GROUPS))
     scale = _scale_of(largest, FORMAT, POWER_OF_TWO)
+    if POWER_OF_TWO:  # `scaled.LARGEST_BACK`
+        bound = 3.190147189883798e38 if FORMAT == "e4m3" else 2.9774707105582116e38
+        values = tl.minimum(tl.maximum(values, -bound), bound)
     _store_data(words_ptr, rows, k, T, scales_at, pitch, values, scale[:, :, None], FORMAT, POWER_OF_TWO)
 
     first_scale = words_ptr + t[:, None] * (pitch // 4) + scales_at // 4

@@ -11,7 +11,9 @@ T rows of K elements, S scales a row (one, or one for each 128 elements):
 One matrix, because what ranks send each other are rows: a row brings its scales along. A weight with one
 scale for each 128 x 128 repeats it in each of its rows.
 
-What is no number is not hidden: a row (or block) that holds NaN or infinity has the scale NaN.
+What is no number is not hidden: a row (or block) that holds NaN or infinity has the scale NaN. And a number
+of a block stays one: with a scale that is a power of two fp8 would round those next to fp32's largest to
+2**128, and they become the number of fp8 below.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from tpkernels.kernels.recipe import BLOCK, Format, Scaling
 
 DTYPE_OF = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
+LARGEST_BACK = {"e4m3": 1.875 * 2.0**127, "e5m2": 1.75 * 2.0**127}  # of fp8 times a power of two, in fp32
 LEAST_SCALE = 2.0**-126  # of fp32's normal numbers: smaller ones lose bits, or all of them on a GPU
 SECTOR = 32  # bytes that memory moves at a time
 LINE = 128  # bytes of a cache's line: 128 features of a row that starts at one lie in it, not across two
@@ -98,6 +101,8 @@ def quantize_ref(
     scale = scale_ref(amax, format, power_of_two)
     made.scale.copy_(scale)
     by_element = spread(scale, features)
+    if power_of_two and scaling == "blocks":
+        wide = wide.clamp(-LARGEST_BACK[format], LARGEST_BACK[format])
     # a row that has no scale holds zeros: the bits of NaN differ from one machine to the next
     made.data.copy_(torch.where(by_element.isnan(), 0.0, wide / by_element).to(made.data.dtype))
     pad_words(words, features, scaling)

@@ -26,8 +26,9 @@ class PartialGradients:
     ) -> None:
         self._hidden, self._weight, self._matmul = hidden, weight, matmul
         wide = sums_dtype(weight.dtype)
+        # contiguous, whatever hidden is: kernels write rows of it
         self.dhidden = (
-            torch.empty_like(hidden, dtype=terms_dtype(hidden.dtype, tp)) if needs_dhidden else None
+            hidden.new_empty(hidden.shape, dtype=terms_dtype(hidden.dtype, tp)) if needs_dhidden else None
         )
         self.dweight = torch.zeros_like(weight, dtype=wide) if needs_dweight else None
 
