@@ -18,7 +18,7 @@ MAY_IMPORT = {  # room -> rooms it may enter
     "reserved_sms": "extension files",
     "groups": "env errors tp_invariance",
     "comm": "env errors extension files reserved_sms tp_invariance",
-    "buckets": "comm errors extension groups tp_invariance",
+    "buckets": "comm errors extension files groups tp_invariance",
     "kernels": "env extension files tp_invariance",
     "dispatch": "env errors extension files kernels planning reserved_sms tp_invariance",
     "ops": "comm dispatch env extension kernels tp_invariance",

@@ -22,11 +22,9 @@ from tests.ops.parallel_behaviour import block, operands_of, with_gradients
 from tests.ops.parallel_cases import Setting, prepare
 from tests.ops.test_transports import waited
 from tests.ops.transport_cases import heard, open_stand_in, using
-from tpkernels.comm import tensor_parallel
 from tpkernels.comm.agreement import offers_of_all
 from tpkernels.comm.calls import handshake
 from tpkernels.comm.transports import c10d, select
-from tpkernels.comm.transports.c10d import BackendSums
 from tpkernels.comm.transports.mailbox import Opening
 from tpkernels.comm.transports.rows import Gather
 from tpkernels.dispatch import autotune, primitives
@@ -527,34 +525,6 @@ def test_kernels_that_wait_or_store_take_the_tile_that_was_fastest():
         column_linear(x, unaligned, None, group, sequence_parallel=True)
         assert taken[-1] == "untold"
     assert {choice.name for choice in kept.choices.values()} == {waits, stores}
-
-
-@pytest.mark.parametrize("scatter", [False, True])
-@pytest.mark.parametrize(("allowed", "seconds"), [("timed", 1.0), ("timed", 8.0), ("0", 1.0)])
-@on_ranks(2)
-def test_the_backend_sums_where_it_may_and_is_fastest(allowed, seconds, scatter):
-    """A trial of a sum of all rows ends with all rows, whoever adds."""
-    prepare(Setting())
-    group, x, weight = dist.new_group(), torch.randn(ROWS, 8), torch.randn(FEATURES, 8)
-    with using("c10d"):
-        expected = row_linear(x, weight, None, dist.new_group(), sequence_parallel=scatter)
-    of = {"the backend's sum": seconds, "1 collective": 4.0, "2 collectives": 3.0}
-    with (
-        as_on_gpus(of, Cache(None, VERSIONS)) as said,
-        patch.object(tensor_parallel, "backend_sums", allowed),
-        patch.object(ways, "mismatch", wraps=mismatch) as compared,
-        patch.object(BackendSums, "_started", autospec=True, side_effect=BackendSums._started) as started,
-    ):
-        found = row_linear(x, weight, None, group, sequence_parallel=scatter)
-        (chosen,) = select._of_group[id(group)].chosen.values()
-        tried = started.call_count
-        row_linear(x, weight, None, group, sequence_parallel=scatter)
-    assert isinstance(chosen, BackendSums) == (allowed == "timed" and seconds == 1.0), said
-    assert (tried > 0) == (allowed == "timed")
-    assert started.call_count - tried == isinstance(chosen, BackendSums)
-    assert furthest([found], [expected]) < 1e-6
-    for call in compared.call_args_list:
-        assert furthest(*call.args) < 1e-6
 
 
 @on_ranks(2)
