@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tpkernels import Recipe, ops
 from tpkernels.comm.calls import Call
+from tpkernels.comm.tensor_parallel import TensorParallel
 from tpkernels.comm.transports.host import HostDelivery, HostExchange
 
 
@@ -60,8 +61,9 @@ def bytes_sent() -> Iterator[list[int]]:
         yield sent
 
 
+@patch.object(TensorParallel, "fits_in_message", lambda self, shard: False)
 def bytes_of(hidden: int, recipe: Recipe | None, dtype: torch.dtype = torch.bfloat16) -> dict[str, int]:
-    """Of each call of a column and a row linear from `hidden` features and to as many."""
+    """Of each call of a column and a row linear from `hidden` features and to as many; x is gathered twice."""
     group, ranks, tokens = _world(), dist.get_world_size(), 16
     options: dict[str, Any] = {"sequence_parallel": True, "quantize": recipe}
     x, dy = torch.randn(tokens // ranks, hidden).to(dtype), torch.randn(tokens, 32).to(dtype)

@@ -24,6 +24,7 @@ from tests.ops.test_transports import waited
 from tests.ops.transport_cases import heard, open_stand_in, using
 from tpkernels.comm.agreement import offers_of_all
 from tpkernels.comm.calls import handshake
+from tpkernels.comm.tensor_parallel import TensorParallel
 from tpkernels.comm.transports import c10d, select
 from tpkernels.comm.transports.mailbox import Opening
 from tpkernels.comm.transports.rows import Gather
@@ -130,6 +131,7 @@ def as_on_gpus(of: Mapping[str, float], cache: Cache, opener: Any = open_stand_i
     with (
         using("auto", "triton"),
         patch.object(parallel, "times_on", lambda like: True),
+        patch.object(TensorParallel, "fits_in_message", lambda self, shard: False),  # backward gathers, too
         patch.object(ways, "clock_on", times(of)),
         patch.object(ways, "cache_on", lambda device: cache),
         patch.object(c10d, "processors_of", lambda device: 1),
