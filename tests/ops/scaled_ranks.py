@@ -63,7 +63,7 @@ def bytes_sent() -> Iterator[list[int]]:
 
 @patch.object(TensorParallel, "fits_in_message", lambda self, shard: False)
 def bytes_of(hidden: int, recipe: Recipe | None, dtype: torch.dtype = torch.bfloat16) -> dict[str, int]:
-    """Of each call of a column and a row linear from `hidden` features and to as many; x is gathered twice."""
+    """Of each call of a column and a row linear of `hidden` features; backward gathers x again."""
     group, ranks, tokens = _world(), dist.get_world_size(), 16
     options: dict[str, Any] = {"sequence_parallel": True, "quantize": recipe}
     x, dy = torch.randn(tokens // ranks, hidden).to(dtype), torch.randn(tokens, 32).to(dtype)
