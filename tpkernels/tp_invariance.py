@@ -93,7 +93,11 @@ class OpInSegments:
 
     def __enter__(self) -> None:
         self._op.__enter__()
-        _of_op.set(self._segments)
+        try:
+            _of_op.set(self._segments)
+        except BaseException as error:  # Ctrl-C
+            self._op.__exit__(type(error), error, error.__traceback__)
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         _of_op.set(0)

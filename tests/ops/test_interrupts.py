@@ -1,12 +1,15 @@
 """A rank that leaves an op before its call is numbered, or leaves it out, is not a call ahead."""
 
+import linecache
+import sys
+from contextlib import suppress
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.on_ranks import on_ranks
+from tests.on_ranks import of_all, on_ranks
 from tests.ops.test_parting import STEPS, TOKENS, WIDTH, said_by
 from tests.ops.transport_cases import using
 from tpkernels.comm.calls import Calls, calls_of
@@ -33,6 +36,87 @@ def test_the_group_fails_on_all_ranks(error):
         said = said_by(lambda: call(group, *operands))  # noqa: B023
         assert f"has failed and cannot be used any more: rank 0: {type(error).__name__}" in said, name
         dist.barrier()
+
+
+class AtEntry:
+    """Collects lines that run before an op has entered its calls, and is interrupted where `line` runs first.
+
+    Lines of the op itself up to its context are the caller's: nothing has been done that others wait for.
+    """
+
+    def __init__(self, line=None):
+        self.line, self.seen, self._depth = line, {}, 0
+
+    def __enter__(self):
+        sys.settrace(self._called)
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _called(self, frame, event, _):
+        code = frame.f_code
+        if "/tpkernels/" not in code.co_filename:
+            return None
+        if self._depth:
+            return self._ran
+        if code.co_name == "split_of" or (
+            code.co_name == "__enter__" and isinstance(frame.f_locals["self"], Calls)
+        ):
+            self._depth, self._first = 1, True
+            return self._ran_first
+        return None
+
+    def _ran_first(self, frame, event, _):
+        if event == "return":
+            self._depth = 0
+        elif event == "line" and self._first:  # up to its `try`
+            self._first = "try" not in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        elif event == "line":
+            self._saw(frame)
+        return self._ran_first
+
+    def _ran(self, frame, event, _):
+        if event == "line" and not self._first:
+            self._saw(frame)
+        return self._ran
+
+    def _saw(self, frame):
+        line = frame.f_code.co_filename, frame.f_lineno
+        if line not in self.seen:
+            self.seen[line] = None
+            if line == self.line:
+                raise KeyboardInterrupt
+
+
+def entered(name, earlier, line=None):
+    """An op that rank 0 is interrupted in; lines that ran there, and what this rank says of the next op."""
+    call, shapes = STEPS[name]
+    group, operands, planted = dist.new_group(), [torch.ones(shape) for shape in shapes], AtEntry(line)
+    dist.barrier()  # else a group that fails at once ends before all ranks have connected
+    for _ in range(earlier):
+        call(group, *operands)
+    if dist.get_rank() == 0:
+        with suppress(KeyboardInterrupt), planted:
+            call(group, *operands)
+    elif line is not None:
+        said_by(lambda: call(group, *operands))
+    else:
+        call(group, *operands)
+    return [*planted.seen], said_by(lambda: call(group, *operands))
+
+
+@pytest.mark.parametrize("name", ["row", "head"])
+@on_ranks(2)
+def test_the_group_fails_from_the_entry_of_an_op_on(name):
+    for earlier in (0, 1):
+        lines, said = entered(name, earlier)
+        lines = of_all(lines)[0]
+        assert said == "no error"
+        assert len(lines) >= 4
+        for line in lines:
+            said = entered(name, earlier, line)[1]
+            assert "rank 0: KeyboardInterrupt" in said, (line, said)
+            dist.barrier()
 
 
 @on_ranks(2)

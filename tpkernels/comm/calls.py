@@ -119,7 +119,12 @@ class Calls:
         self._times: dict[str, int] = {}
 
     def __enter__(self) -> None:
-        self._entered.append(self.moved)
+        try:
+            self._entered.append(self.moved)
+        except BaseException as error:  # Ctrl-C
+            if self.ranks > 1:
+                self.fail(f"{type(error).__name__}: {cause_of(error)}")
+            raise
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         before = self._entered.pop()
@@ -436,6 +441,13 @@ def _forget(number: int) -> None:
         calls._posted.clear()
         calls.kinds.clear()
         calls.splits.clear()
+
+
+def left_before_a_call(group: object, error: BaseException) -> None:
+    """Fail a group whose op was interrupted before it could enter `Calls`; an error of arguments is none."""
+    refused = isinstance(error, (*_REFUSALS, RuntimeError))
+    if not refused and isinstance(group, ProcessGroup) and is_alive(group) and group.size() > 1:
+        calls_of(group).fail(f"{type(error).__name__}: {cause_of(error)}")
 
 
 def begin(op: str, what: str, group: ProcessGroup) -> Call:

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from tpkernels import tp_invariance
 from tpkernels.comm.agreement import Claim, agree
-from tpkernels.comm.calls import CALLS_OF, calls_of
+from tpkernels.comm.calls import CALLS_OF, calls_of, left_before_a_call
 from tpkernels.comm.groups import required_group
 from tpkernels.comm.tensor_parallel import Moved, TensorParallel
 from tpkernels.comm.transports.rows import Gather, Reduced, Terms, Transport
@@ -87,21 +87,25 @@ def split_of(
     segments: of TP-invariance; 0: without it; None: as `tpkernels.tp_invariant` says now
     """
     segments = tp_invariance.default.segments if segments is None else segments
-    calls = None if is_compiling() else CALLS_OF.get(id(group))
-    if calls is None or calls.failure or group not in distributed_c10d._world.pg_map:
+    if is_compiling():
         member = required_group(group, op=op)
-        if is_compiling():
-            tp_invariance.own_segments(op, segments, member.size())
-            return TensorParallel(member, sequence_parallel, overlap, TIMED_KERNELS, segments=segments)
-        calls = calls_of(member)
-    key = bool(sequence_parallel), bool(overlap), segments
-    found: TensorParallel | None = calls.splits.get(key)
-    if found is None:
-        member = required_group(group, op=op)
-        tp_invariance.own_segments(op, tp_invariance.checked(segments, op), member.size())
-        found = TensorParallel(member, *key[:2], TIMED_KERNELS, segments=segments)
-        calls.splits[key] = found
-    return found
+        tp_invariance.own_segments(op, segments, member.size())
+        return TensorParallel(member, sequence_parallel, overlap, TIMED_KERNELS, segments=segments)
+    try:
+        calls = CALLS_OF.get(id(group))
+        if calls is None or calls.failure or group not in distributed_c10d._world.pg_map:
+            calls = calls_of(required_group(group, op=op))
+        key = bool(sequence_parallel), bool(overlap), segments
+        found: TensorParallel | None = calls.splits.get(key)
+        if found is None:
+            member = required_group(group, op=op)
+            tp_invariance.own_segments(op, tp_invariance.checked(segments, op), member.size())
+            found = TensorParallel(member, *key[:2], TIMED_KERNELS, segments=segments)
+            calls.splits[key] = found
+        return found
+    except BaseException as error:  # Ctrl-C: other ranks may be in the op already
+        left_before_a_call(group, error)
+        raise
 
 
 def compare_request(
