@@ -249,7 +249,10 @@ FAULTS = {
         CollectivesInFlight, "begin", "settings.begin(reservation)", _column(transport="c10d", rounds=2)
     ),
     "mm by cuBLAS runs beside a collective": _lost(
-        ReservedSms, "_change", "self._prefer(sign)", _column(transport="c10d", rounds=2)
+        ReservedSms,
+        "_write",
+        "self._prefer(self._prefer_lt > 0 and not self._pauses)",
+        _column(transport="c10d", rounds=2),
     ),
     "reserved SMs are never given back": _lost(
         CollectivesInFlight, "end", "settings.end(reservation)", _column(transport="c10d", rounds=2)
@@ -270,9 +273,9 @@ FAULTS = {
     "two groups reserve the blocks of one": _lost(
         ReservedSms,
         "_change",
-        "self._added = min(max(by.most - users, 0), self._reserved)",
+        "self._reserved = max(self._reserved + sign * by.sms, 0)",
         _buckets(4, 2),
-        "self._added = min(max(by.most - users, 0), self._reserved, by.sms)",
+        "self._reserved = by.sms * (sign > 0)",
     ),
     "buckets are not awaited": _lost(
         cases.BucketModel, "finish", "self._side.let(torch.cuda.current_stream())", _buckets(2, 1)
