@@ -17,7 +17,7 @@ MAY_IMPORT = {  # room -> rooms it may enter
     "tp_invariance": "",
     "groups": "env errors tp_invariance",
     "comm": "env errors extension files tp_invariance",
-    "buckets": "comm errors extension groups tp_invariance",
+    "buckets": "comm errors extension files groups tp_invariance",
     "kernels": "env extension files tp_invariance",
     "dispatch": "env errors extension files kernels planning tp_invariance",
     "ops": "comm dispatch env extension kernels tp_invariance",
