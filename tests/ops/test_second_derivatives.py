@@ -312,6 +312,21 @@ def test_functorch_is_refused(name):
             call(x)
 
 
+@pytest.mark.parametrize("name", OPS)
+@on_ranks(2)
+def test_functorch_is_refused_over_a_group_which_lives_on(name):
+    """Before anything is sent, also where nothing needs a gradient."""
+    group, (op, _), (x, *others) = dist.new_group(), OPS[name], _operands(name)
+
+    def of_x(x: Tensor) -> Tensor:
+        return op(group, x, *others).sum()
+
+    for call in (torch.vmap(of_x, randomness="same"), torch.func.grad(lambda x: of_x(x[0]))):
+        with pytest.raises(NotImplementedError, match=r"expected no transform of torch.func \(vmap, grad"):
+            call(x[None])
+    assert of_x(x).isfinite()
+
+
 @pytest.mark.parametrize("name", ["linear_gelu", "swiglu", "mlp_swiglu", "layer_norm"])
 def test_forward_mode_under_compile_is_refused(name):
     """A registered operator would drop the tangent; also if it was compiled before there were any."""

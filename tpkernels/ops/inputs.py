@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, is_autocast_enabled
@@ -30,7 +30,7 @@ class Context(Protocol):
     def __setattr__(self, name: str, value: Any) -> None: ...
 
 
-_functorch_is_active = torch._C._are_functorch_transforms_active
+functorch_is_active = torch._C._are_functorch_transforms_active
 
 
 def apply(function: type[torch.autograd.Function], *args: object) -> Any:
@@ -49,6 +49,14 @@ is_observed = torch._C._is_torch_function_mode_enabled
 unobserved = torch._C.DisableTorchFunction  # for what ops do beside: a checker of types would misjudge it
 
 
+def refuse_transforms(op: str) -> NoReturn:
+    """Raise inside of torch.func's transforms: rows that ranks send each other have no rule for batches."""
+    raise NotImplementedError(
+        f"{op}: expected no transform of torch.func (vmap, grad, jvp, ...), for which its autograd function "
+        "would need a setup_context; call it on all rows at once, and torch.autograd for gradients"
+    )
+
+
 class _Unrecorded:
     """The ctx of a forward that autograd does not record."""
 
@@ -64,7 +72,7 @@ def computed(function: type[torch.autograd.Function], *args: object) -> Any:
         torch.is_grad_enabled()
         or is_compiling()
         or in_forward_mode()
-        or _functorch_is_active()
+        or functorch_is_active()
         or is_observed()
     ):
         return apply(function, *args)
@@ -83,7 +91,7 @@ def is_torchs(x: Tensor) -> bool:
         and not invariance.batch_invariant  # which `resolve_backend` has a warning for
         and not is_compiling()
         and forward_ad._current_level < 0
-        and not _functorch_is_active()
+        and not functorch_is_active()
     )
 
 

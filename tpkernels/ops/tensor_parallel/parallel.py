@@ -25,7 +25,7 @@ from tpkernels.dispatch.operators import define, in_forward_mode, refuse_forward
 from tpkernels.env import env_flag
 from tpkernels.kernels.activations import Activation
 from tpkernels.kernels.recipe import Recipe
-from tpkernels.ops.inputs import any_autocast, is_observed
+from tpkernels.ops.inputs import any_autocast, functorch_is_active, is_observed, refuse_transforms
 from tpkernels.ops.main_grad import Into, empty_weight_gradient
 from tpkernels.ops.matmul import PLAIN, Direction, Pair, Plain
 from tpkernels.ops.tensor_parallel.flag_waits import FlagKernels
@@ -91,6 +91,8 @@ def split_of(
         member = required_group(group, op=op)
         tp_invariance.own_segments(op, segments, member.size())
         return TensorParallel(member, sequence_parallel, overlap, TIMED_KERNELS, segments=segments)
+    if functorch_is_active():
+        refuse_transforms(op)
     try:
         calls = CALLS_OF.get(id(group))
         if calls is None or calls.failure or group not in distributed_c10d._world.pg_map:
