@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from tpkernels.extension import ExtensionState, extension
-from tpkernels.files import cache_folder, parsed, read_own, replace_text
+from tpkernels.files import cache_folder, make_folder, parsed, read_own, replace_text
 
 _log = logging.getLogger(__name__)
 
@@ -174,8 +174,9 @@ def keep(gpu: str, obeys: Mapping[ProductLibrary, bool]) -> Path | None:
     """Write the answers of a GPU where `measured` finds them; None without a folder to write into."""
     path = _path_for(gpu)
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         replace_text(path, json.dumps(dict(obeys), indent=1) + "\n")
+        path.chmod(path.stat().st_mode & ~0o022)  # what others can write is not read again
         measured.cache_clear()
     return path
 

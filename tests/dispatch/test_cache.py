@@ -26,6 +26,16 @@ def test_choice_survives_the_process(tmp_path):
     assert path.parent.name == "test-gpu-1_torch-2.13.0_triton-3.7.1_kernels-0123456789ab"
 
 
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o077])
+def test_what_is_written_under_any_mask_is_read_again(mask, tmp_path):
+    before = os.umask(mask)
+    try:
+        Cache(tmp_path / "ours", VERSIONS).put("k", A)
+    finally:
+        os.umask(before)
+    assert Cache(tmp_path / "ours", VERSIONS).get("k") == A
+
+
 def test_others_may_read_what_they_may_read_elsewhere(tmp_path):
     """A folder may be shared by users, say of a cluster that was tuned beforehand."""
     (tmp_path / "usual").write_text("")

@@ -27,7 +27,7 @@ from uuid import uuid4
 import torch
 
 from tpkernels.dispatch.log import warnings
-from tpkernels.files import parsed, read_own
+from tpkernels.files import make_folder, parsed, read_own
 
 FORMAT = 2  # 1 was one file for all choices, made with fewer rounds and beside collectives
 KERNELS = Path(__file__).parents[1] / "kernels"
@@ -159,8 +159,9 @@ class Cache:
         content = {**self._content(key), "choice": choice.as_json()}
         temporary = path.with_name(f"{uuid4().hex}.tmp")  # not by `tempfile`: others may read it
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            temporary.chmod(temporary.stat().st_mode & ~0o022)  # what others can write is not read again
             os.replace(temporary, path)
         except OSError as error:
             self._warn(f"cannot write {path} ({error}): choices live as long as this process")
