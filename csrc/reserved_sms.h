@@ -55,7 +55,7 @@ class ReservedSms {
   // Until a pause ends what the user has set is written, whatever is reserved.
   void pause(bool paused) {
     const std::lock_guard lock(mutex_);
-    pauses_ += paused ? 1 : -1;
+    pauses_ = std::max(pauses_ + (paused ? 1 : -1), 0);
     write();
   }
 
@@ -85,7 +85,7 @@ class ReservedSms {
     added_ = static_cast<int32_t>(std::clamp<int64_t>(most_ - users, 0, wanted));
     const int32_t total = users + added_;
     TorchSettings::set_sms(total > 0 ? std::make_optional(total) : unset_);
-    prefer(prefer_lt_ > 0 && pauses_ <= 0);
+    prefer(prefer_lt_ > 0 && pauses_ == 0);
   }
 
   void prefer(bool lt) {

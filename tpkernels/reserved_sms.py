@@ -72,7 +72,7 @@ class ReservedSms:
     def pause(self, paused: bool) -> None:
         """Write what the user has set, whatever is reserved, until the pause ends."""
         with self._lock:
-            self._pauses += 1 if paused else -1
+            self._pauses = max(self._pauses + (1 if paused else -1), 0)
             self._write()
 
     def begun(self) -> int:

@@ -351,6 +351,8 @@ def reserve_program(caller: Caller) -> None:
     for _ in range(6):
         sms, most = (caller.choose([*INTS, 16]) for _ in range(2))
         caller("reserve_sms", torch.ops.tpkernels.reserve_sms, sms, most, caller.choose(FLAGS))
+        caller("pause_reserved_sms", torch.ops.tpkernels.pause_reserved_sms, caller.choose(FLAGS))
+        caller("sm_reservations_begun", torch.ops.tpkernels.sm_reservations_begun)
 
 
 def handover_program(caller: Caller) -> None:

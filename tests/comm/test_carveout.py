@@ -21,6 +21,7 @@ from tpkernels.env import NCCL_BLOCKS
 from tpkernels.groups.c10d import options_beside_products
 from tpkernels.kernels.target import H100, INTERPRETER, left_free
 from tpkernels.ops import column_linear, row_linear
+from tpkernels.reserved_sms import Reservation, torchs_settings
 
 setting, set_to = torch._C._get_sm_carveout_experimental, torch._C._set_sm_carveout_experimental
 ALL, BESIDE = H100.processors, H100.processors - NCCL_BLOCKS
@@ -87,12 +88,12 @@ def test_after_an_error_no_processors_stay_left(users):
     assert (setting() or 0) == users
 
 
-def test_kernels_are_timed_with_all_processors(users):
-    seen = []
-    set_to(16)
-    rounds(["one"], lambda _: seen.append(setting()) or 1.0, exactly=1)
-    assert (seen, setting()) == ([None], 16)
-    set_to(users or None)
+def test_kernels_are_timed_with_all_processors_that_the_user_leaves(users):
+    seen, settings, of_group = [], torchs_settings(), Reservation(16, 66)
+    settings.begin(of_group)
+    rounds(["one"], lambda _: seen.append(setting() or 0) or 1.0, exactly=1)
+    assert (seen, setting()) == ([users], users + 16)
+    settings.end(of_group)
 
 
 @pytest.mark.parametrize(("most", "expected"), [(-(2**31), UNKNOWN_BLOCKS), (4, 4), (64, 64)])
