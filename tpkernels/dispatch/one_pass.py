@@ -41,6 +41,14 @@ def _linear_fits(key: TuneKey, target: Target) -> bool:
     return "z" in key.options and fits(key, target)
 
 
+def product_into(z: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """z = x weightᵀ + bias, by torch."""
+    if bias is None:
+        torch.mm(x, weight.t(), out=z)
+    else:
+        torch.addmm(bias, x, weight.t(), out=z)
+
+
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, keep_z: bool
 ) -> tuple[Tensor, Tensor]:
@@ -58,10 +66,7 @@ def _linear_into(
     keep_z: bool,
 ) -> None:
     y, z = out
-    if bias is None:
-        torch.mm(x, weight.t(), out=z)
-    else:
-        torch.addmm(bias, x, weight.t(), out=z)
+    product_into(z, x, weight, bias)
     _activate(z, activation=activation, out=y)
 
 

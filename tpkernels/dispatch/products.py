@@ -51,10 +51,7 @@ def _linear_into(
 ) -> None:
     """Without z the activation is applied in place. out: y, and z if it is kept and not y"""
     y, z = out[0], out[-1]
-    if bias is None:
-        torch.mm(x, weight.t(), out=z)
-    else:
-        torch.addmm(bias, x, weight.t(), out=z)
+    one_pass.product_into(z, x, weight, bias)
     act_into(y, z, activation)
 
 

@@ -55,9 +55,9 @@ class TimedKernels(FlagKernels):
             return None
         if (found := exchanges.chosen.get(moved._replace(width=0))) is not None:
             return found
-        from tpkernels.ops.tensor_parallel.ways import choose  # on GPUs, where ways are timed
+        from tpkernels.ops.tensor_parallel.ways import Trial, choose  # on GPUs, where ways are timed
 
-        return choose(self, moved, like, group, exchanges, work)
+        return choose(Trial(self, moved, like, group, exchanges, work))
 
     def decides(self, like: Tensor) -> bool:
         if not times_on(like):

@@ -141,23 +141,11 @@ def key_of(moved: Moved, ranks: int, machines: int) -> str:
     return f"{moved.op} {moved.purpose}{who} {how}{dtype} {sizes} {ranks} ranks {machines} machines"
 
 
-def choose(
-    computing: Computing,
-    moved: Moved,
-    like: Tensor,
-    group: ProcessGroup,
-    exchanges: select.Exchanges,
-    work: object,
-) -> Transport:
-    """Choose the transport of a transfer, together with the other ranks of the group.
-
-    computing: who computes with what moves
-    like: this rank's rows of a gather, or a tensor like the terms of a sum
-    work: these terms; or the product of the rows, see `Work`
-    """
+def choose(trial: Trial) -> Transport:
+    """Choose the transport of a transfer, together with the other ranks of the group."""
+    moved, group, exchanges = trial.moved, trial.group, trial.exchanges
     key = key_of(moved, group.size(), exchanges.machines)
-    trial = Trial(computing, moved, like, group, exchanges, work)
-    usual = Way(rounds_for(like, moved.rows, moved.width, group.size()))
+    usual = Way(rounds_for(trial.like, moved.rows, moved.width, group.size()))
     if why := why_not_now(moved.device):  # no rank may talk now; all are in the same call
         log.choices.info("%s: %s (not timed now: %s)", key, usual.name, why)
         return trial.transport(usual)
@@ -218,8 +206,13 @@ class Trial:
         exchanges: select.Exchanges,
         work: object,
     ) -> None:
+        """computing: who computes with what moves
+
+        like: this rank's rows of a gather, or a tensor like the terms of a sum
+        work: these terms; or the product of the rows, see `Work`
+        """
         self._computing = computing
-        self._moved, self._like, self._group, self._of_group = moved, like, group, exchanges
+        self.moved, self.like, self.group, self.exchanges = moved, like, group, exchanges
         self._terms = work if isinstance(work, Terms) else None
         self._work: Work | None = work if isinstance(work, tuple) and moved.width else None
         shape = moved.rows // group.size(), moved.cols
@@ -230,45 +223,45 @@ class Trial:
 
     def ways(self, usual: Way) -> list[Way]:
         """List the ways that are possible on this rank."""
-        moved, of_group = self._moved, self._of_group
+        moved, of_group = self.moved, self.exchanges
         taken = moved.dtype in DTYPES or (moved.dtype == torch.int32 and not moved.reduces)
         may_open = self._shared is not None or of_group.has_room()
         in_memory = backends.backend != "torch" and taken and of_group.machines == 1 and may_open
         tiles = self._tiles() if in_memory else ()
         by_backend = _backend_may_add() and self._terms is not None and not self._terms.tree
         return possible_ways(
-            moved, self._group.size(), usual, tiles, in_memory=in_memory, by_backend=by_backend
+            moved, self.group.size(), usual, tiles, in_memory=in_memory, by_backend=by_backend
         )
 
     def _tiles(self) -> tuple[MatmulTile, ...]:
         """List tiles of the kernel that waits or stores, besides the one that it takes untold."""
         _, (rows, cols), dtype, _ = self._key
-        chunk_rows = rows // pushed_chunks(rows, rows * cols * dtype.itemsize, self._group.size())
+        chunk_rows = rows // pushed_chunks(rows, rows * cols * dtype.itemsize, self.group.size())
         if self._terms is not None:
             pairs = self._terms.pairs
             return tiles_to_try("linear", pairs, chunk_rows, waits=False) if self._pushes else ()
         if self._work is None or not dtype.is_floating_point:
             return ()
         kernel, weights, _ = self._work
-        gathered = torch.empty(self._moved.rows, cols, dtype=dtype, device="meta")
+        gathered = torch.empty(self.moved.rows, cols, dtype=dtype, device="meta")
         return tiles_to_try(kernel, pairs_of(kernel, gathered, weights), chunk_rows, waits=True)
 
     @property
     def _pushes(self) -> bool:
-        return self._terms is not None and FLAG_KERNELS.pushes(self._terms, self._moved.dtype)
+        return self._terms is not None and FLAG_KERNELS.pushes(self._terms, self.moved.dtype)
 
     @torch.no_grad()
     def open(self, way: Way) -> None:
         """Allocate what a way needs; an error drops it on all ranks. This may be collective."""
         if not way.in_memory:  # compute alone: a rank that lacks memory for a run says so before others wait
-            rows = self._like.new_zeros(self._moved.rows, self._moved.cols)  # or slots
+            rows = self.like.new_zeros(self.moved.rows, self.moved.cols)  # or slots
             if self._terms is not None:
                 self._terms.at_once()
             elif self._work is not None:
                 self._work[2](Gather(rows))
             return
         exchange = self._memory()
-        exchange.timeout = timeout_of(self._group, self._moved.device)
+        exchange.timeout = timeout_of(self.group, self.moved.device)
         if way.rounds or self._shared is None:  # kernels that store might find a call in flight
             with exchange.rehearsing():
                 self.run(way)
@@ -281,13 +274,13 @@ class Trial:
 
         But for words of fp8, which differ wholly where numbers differ by a rounding.
         """
-        moved, transport = self._moved, self.transport(way)
-        call = begin(moved.op, f"trial of the {moved.purpose}", self._group)
+        moved, transport = self.moved, self.transport(way)
+        call = begin(moved.op, f"trial of the {moved.purpose}", self.group)
         if self._terms is not None and moved.to_all:
             return [self._sum_of_all(call, transport, self._terms)]
         if self._terms is not None:
             return [transport.reduce(call, self._terms, None, at_once=False).wait()]
-        gathering = transport.gather(call, self._like, moved.rows, keeps=False, at_once=False)
+        gathering = transport.gather(call, self.like, moved.rows, keeps=False, at_once=False)
         found = gathering.all() if self._work is None else self._work[2](gathering)
         return [tensor for tensor in _tensors(found) if tensor.is_floating_point()]
 
@@ -297,35 +290,35 @@ class Trial:
             return transport.all_reduce(call, terms, None).wait()
         if isinstance(transport, Mailboxes):
             reduced = transport.reduce(call, terms, None, at_once=False).wait()
-            gather = begin(call.op, "trial of the gather of sums", self._group)
+            gather = begin(call.op, "trial of the gather of sums", self.group)
             return collectives_of(1).gather(gather, reduced, terms.rows, keeps=False, at_once=True).all()
-        tp = TensorParallel(self._group, computing=self._computing, in_memory=False)
+        tp = TensorParallel(self.group, computing=self._computing, in_memory=False)
         return tp.all_reduce(call.op, terms).wait()
 
     def meet(self) -> None:
         """Have this rank's stream wait for those of all ranks."""
-        call = begin(self._moved.op, f"meeting before a trial of the {self._moved.purpose}", self._group)
-        gather_small(call, self._like.new_zeros(1))
+        call = begin(self.moved.op, f"meeting before a trial of the {self.moved.purpose}", self.group)
+        gather_small(call, self.like.new_zeros(1))
 
     def transport(self, way: Way) -> Transport:
         """Return the transport of a way that is open, whose kernel takes the tile of the way."""
         if way.by_backend:
             return BackendSums()
         if not way.in_memory:
-            return collectives_of(way.rounds, FLAG_KERNELS if FLAG_KERNELS.adds(self._like) else None)
+            return collectives_of(way.rounds, FLAG_KERNELS if FLAG_KERNELS.adds(self.like) else None)
         exchange = self._memory()
         kernel = "linear" if self._work is None else self._work[0]
-        exchange.tiles[self._moved.op] = NO_TILE if way.tile is None else (kernel, way.tile)
+        exchange.tiles[self.moved.op] = NO_TILE if way.tile is None else (kernel, way.tile)
         return Mailboxes(exchange, FLAG_KERNELS, way.rounds, pushes=not way.rounds and self._pushes)
 
     def _memory(self) -> SymmetricExchange:
         """Open the memory, if it is not; all ranks do this at once."""
         if self._no_memory:  # on all ranks, and no other way through it can do better
             raise RuntimeError(self._no_memory)
-        exchange = self._of_group.find(self._key)
+        exchange = self.exchanges.find(self._key)
         if exchange is None:
             try:
-                exchange = self._of_group.open("symmetric", self._moved.op, self._key, self._group)
+                exchange = self.exchanges.open("symmetric", self.moved.op, self._key, self.group)
             except Exception as error:
                 self._no_memory = str(error)
                 raise
@@ -335,9 +328,9 @@ class Trial:
     def close(self) -> None:
         """Close the memory that was opened."""
         if self._shared is None:
-            self._of_group.close_one(self._key)
+            self.exchanges.close_one(self._key)
         else:
-            self._shared.tiles[self._moved.op] = self._tile_before
+            self._shared.tiles[self.moved.op] = self._tile_before
 
 
 def _tensors(found: object) -> list[Tensor]:
