@@ -13,7 +13,7 @@ from tpkernels import reserved_sms
 from tpkernels.buckets.build import problem_with_extension
 from tpkernels.comm import carveout
 from tpkernels.comm.carveout import reservation_of
-from tpkernels.dispatch import backends
+from tpkernels.dispatch import backends, primitives, products
 from tpkernels.reserved_sms import MODEL, ReservedSms, keep, measured, way_beside_collectives
 
 sms, set_sms = torch._C._get_sm_carveout_experimental, torch._C._set_sm_carveout_experimental
@@ -196,6 +196,12 @@ def test_our_kernels_compute_where_no_library_leaves_reserved_sms(way, reserved,
     finally:
         set_sms(None)
         backends._takes_reserved_sms.cache_clear()
+
+
+def test_a_product_asks_who_computes_beside_what_is_in_flight(monkeypatch):
+    x = torch.ones(2, 2)
+    monkeypatch.setattr(backends, "resolve_backend_now", lambda device: "invariant")
+    assert primitives._way_of(products.dgrad, (x, x)) == products.dgrad.ours().run
 
 
 @pytest.mark.parametrize(("way", "prefers_lt"), [("as usual", False), ("cublaslt", True), ("ours", False)])
