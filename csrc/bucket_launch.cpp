@@ -96,6 +96,7 @@ void BucketEngine::complete() {
 }
 
 void BucketEngine::await(Bucket& bucket, const LiveGroup& group, const char* operation) {
+  RECORD_USER_SCOPE("tpkernels: wait for " + describe(bucket));
   TORCH_CHECK(bucket.work, "GradientBuckets: ", operation, " of ", describe(bucket), " has failed already");
   try {
     std::exchange(bucket.work, {})->wait();

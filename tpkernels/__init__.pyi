@@ -4,11 +4,13 @@ from tpkernels import interop as interop
 from tpkernels import ops as ops
 from tpkernels import optim as optim
 from tpkernels import parallel_state as parallel_state
+from tpkernels import testing as testing
 from tpkernels.buckets.collectives import bucketed_all_gather as bucketed_all_gather
 from tpkernels.buckets.collectives import bucketed_all_reduce_ as bucketed_all_reduce_
 from tpkernels.buckets.collectives import bucketed_broadcast_ as bucketed_broadcast_
 from tpkernels.buckets.collectives import bucketed_reduce_scatter as bucketed_reduce_scatter
 from tpkernels.buckets.gradients import GradientBuckets as GradientBuckets
+from tpkernels.explanation import explain as explain
 from tpkernels.groups.initialize import create_parallel_state as create_parallel_state
 from tpkernels.groups.initialize import destroy_model_parallel as destroy_model_parallel
 from tpkernels.groups.initialize import destroy_parallel_state as destroy_parallel_state

@@ -287,7 +287,7 @@ def test_variable_shows_choices(asked, shown, make_tuner, monkeypatch, capsys, c
         monkeypatch.setattr(log.choices, name, value)
     log.choices.manager._clear_cache()
     for _ in range(2):
-        log.show_choices_if_asked()
+        log.show_if_asked()
     call(make_tuner(), *LINEAR)
     log.choices.manager._clear_cache()
     assert capsys.readouterr().err.count(f"{KEY}: {POINTER} (timed") == shown

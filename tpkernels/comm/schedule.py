@@ -90,6 +90,11 @@ class Plan:
         return self.together.swaps
 
 
+def count_of(number: int, noun: str) -> str:
+    """Return such as "1 chunk" or "4 chunks"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def bounds(rows: int, parts: int, part: int) -> tuple[int, int]:
     """Return first and last-plus-one row of a part; the first parts take the rows of the remainder."""
     size, longer = divmod(rows, parts)

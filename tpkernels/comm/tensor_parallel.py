@@ -13,7 +13,7 @@ ranks do together. The choice is kept with the kind.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
+from tpkernels import journal
 from tpkernels.comm.agreement import Claim, agree
-from tpkernels.comm.calls import Calls, Key, Kind, calls_of, eager_bytes
+from tpkernels.comm.calls import Call, Calls, Key, Kind, calls_of, eager_bytes
 from tpkernels.comm.groups import refuse_other_devices
 from tpkernels.comm.schedule import bounds, parts_of_shard, swaps_full_sums
 from tpkernels.comm.transports import select
@@ -191,6 +192,9 @@ class TensorParallel:
             )
             kind = self._new_kind(key, moved, f"gather of {name}{how}", shard, work)
         call, transport = calls.begin(op, kind, group), kind.transport
+        if journal.readers or journal.is_profiled():
+            moved_key = purpose, (size, cols), shard.dtype, shard.device
+            transport = self._watched(call, moved_key, rows, 0 if at_once else width)
         gathering: Gather = transport.gather(call, shard, rows, keeps=keeps, at_once=at_once)
         return gathering
 
@@ -216,6 +220,8 @@ class TensorParallel:
         assert self._calls is not None and self._group is not None, "there are other ranks"  # noqa: PT018
         kind, calls, group = self._kind_of_sum(op, what, terms), self._calls, self._group()
         call, transport = calls.begin(op, kind, group), kind.transport
+        if journal.readers or journal.is_profiled():
+            transport = self._watched_sum(call, terms, to_all=what != "shards of the sum")
         reducing: Reduce = transport.reduce(call, terms, bias, at_once=not self.overlap)
         return reducing
 
@@ -226,7 +232,10 @@ class TensorParallel:
         kind = self._kind_of_sum(op, "all of the sum", terms)
         transport: Transport = kind.transport
         if isinstance(transport, BackendSums):
-            return transport.all_reduce(self.calls.begin(op, kind, self.group), terms, bias)
+            call, begun = self.calls.begin(op, kind, self.group), transport
+            if journal.readers or journal.is_profiled():
+                begun = self._watched_sum(call, terms, to_all=True)
+            return begun.all_reduce(call, terms, bias)
         if isinstance(transport, Mailboxes):
             return AllReduce(self, op, terms, bias, [slice(0, terms.rows)], swaps=False)
         sum_bytes, chunks = terms.rows * terms.cols * terms.like.element_size(), 1
@@ -275,6 +284,33 @@ class TensorParallel:
             moved = Moved(op, "reduces", *shape, width, self._segmented, to_all)
             kind = self._new_kind(key, moved, what, like, terms)
         return kind
+
+    def _watched_sum(self, call: Call, terms: Terms, *, to_all: bool) -> Any:
+        key = "reduces", (terms.rows // self.ranks, terms.cols), terms.like.dtype, terms.like.device
+        return self._watched(call, key, terms.rows, terms.width if self.overlap else 0, to_all=to_all)
+
+    def _watched(self, call: Call, key: select.Key, rows: int, width: int, *, to_all: bool = False) -> Any:
+        """Return the transport of a call, which tells the journal. width: of the product that hides it"""
+        from tpkernels.comm.told_transport import ToldTransport  # while somebody reads the journal
+
+        transport, (_, (size, cols), dtype, device) = call.kind.transport, key
+        why, computing, group = "", self._computing, self.group
+        if not self._in_memory:
+            why = "it is a part of an all-reduce, or few numbers"
+        elif rows % self.ranks:
+            why = f"{self.ranks} ranks do not divide its {rows} rows"
+        elif not isinstance(transport, Mailboxes) and computing is not None and group is not None:
+            exchanges = select.exchanges_of(call.op, group, computing.against_sharing())
+            why = exchanges.why_over_c10d(key, to_all=to_all)
+        bare = "" if width else "no product takes its rows as they come" if self.overlap else "overlap=False"
+        shard = f"{size * cols * dtype.itemsize:,} bytes a rank"
+        if width and transport is MESSAGE:
+            bare = f"{shard} fit into the message that announces the call"
+        elif width and isinstance(transport, PointToPoint) and transport.chunks == 1:
+            bare = f"{shard} are not worth cutting"
+        elif width and isinstance(transport, Collectives) and transport.rounds == 1:
+            bare = "several collectives would take longer than one, by arithmetic or as timed"
+        return ToldTransport(transport, call, device, why, bare)
 
     def _new_kind(self, key: Key, moved: Moved, what: str, like: Tensor, work: object) -> Kind:
         """Add a kind of calls; ranks choose its transport together."""

@@ -311,6 +311,6 @@ def _signature(name: str, arguments: Sequence[Any], out: Sequence[Tensor] = ()) 
 @cache
 def autotuner_on(device: torch.device) -> Autotuner:
     """Return the autotuner of a GPU of this machine, with its cache."""
-    log.show_choices_if_asked()
+    log.show_if_asked()
     cache = Cache(cache_folder(), versions_for(torch.cuda.get_device_name(device)))
     return Autotuner(device, target_of(device), lambda runs: time_on(CudaStream(device), runs), cache)

@@ -40,6 +40,14 @@ def resolve_backend(device: torch.device) -> Resolved:
     return _resolved(backend, device, invariance.batch_invariant, segments_of_op())
 
 
+_WHO = {"torch": "torch", "triton": "Triton", "fastest": "who was timed fastest", "invariant": "Triton"}
+
+
+def computing_on(device: torch.device) -> str:
+    """Say who computes on a device now, in words."""
+    return _WHO[resolve_backend_now(device)]
+
+
 def resolve_backend_now(device: torch.device) -> Resolved:
     """`resolve_backend`, of a call that may run beside collectives: torch may take SMs that are reserved."""
     resolved = resolve_backend(device)

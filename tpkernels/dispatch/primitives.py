@@ -8,6 +8,7 @@ autograd would record one, as in a backward that is to be differentiated again, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from tpkernels import journal
 from tpkernels.dispatch import backends, products, scaled
 from tpkernels.dispatch.operators import define, refuse_forward_mode
 from tpkernels.dispatch.record import Primitive
@@ -29,6 +31,7 @@ R = TypeVar("R")
 
 
 RECORDS: dict[str, Primitive[..., Any]] = {}
+PRODUCT_NAMES = frozenset(products.PRODUCTS) | {"scaled_linear", "scatter_linear"}  # which hide transfers
 
 
 @cache
@@ -67,12 +70,54 @@ def _way_of(
     return way.into if out else way.run
 
 
+def _told(record: Primitive[..., Any], args: Sequence[Any], out: Sequence[Tensor] = ()) -> Any:
+    """Compute a primitive, and tell the journal by whom."""
+    way = _way_of(record, args, out)
+    by, why = _who(record, args, out, way)
+    with told(record.name, args, by, why):
+        return way(out, *args) if out else way(*args)
+
+
+def told(name: str, args: Sequence[object], by: str, why: str = "") -> AbstractContextManager[None]:
+    """Return a context that tells the journal who computes what; nothing while nobody reads it."""
+    if not (journal.readers or journal.is_profiled()):
+        return nullcontext()
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    shapes = " ".join(str(tuple(tensor.shape)) for tensor in tensors)
+    kind: journal.StepKind = "product" if name in PRODUCT_NAMES else "pass"
+    step = journal.OpStep(kind, name, f"{name} {shapes} by {by}", tensors, by=by, why=why)
+    return journal.entered(step)
+
+
+def _who(
+    record: Primitive[..., Any], args: Sequence[Any], out: Sequence[Tensor], way: Callable[..., Any]
+) -> tuple[str, str]:
+    """Return who computes a primitive, and why nobody better does."""
+    device = args[0].device
+    backend = backends.resolve_backend_now(device)
+    recorded = torch.is_grad_enabled() and _any_requires_grad(args)
+    if backend == "fastest" and record.kernel is not None and not recorded:
+        autotuner = autotuner_on(device)
+        choice = autotuner.known(autotuner.request(record, args, out))
+        return (choice.name, str(choice)) if choice else ("torch", "it was not timed yet")
+    if way not in (record.torch.run, record.torch.into):
+        return "Triton", ""
+    if recorded:
+        return "torch", "autograd records it, and a kernel has no derivative"
+    if backend == "torch":
+        asked = backends.backend == "torch"
+        return "torch", "TPKERNELS_BACKEND=torch" if asked else f"kernels are for GPUs, and it is on {device}"
+    return "torch", "no kernel takes these operands"
+
+
 def primitive_in_place(record: Primitive[P, R]) -> Callable[P, R]:
     """Return the function that computes a primitive that changes an argument. Compiled code never sees it."""
     RECORDS[record.name] = record
 
     @wraps(record.by_torch)
     def run(*args: Any) -> Any:
+        if journal.readers or journal.is_profiled():
+            return _told(record, args)
         return _way_of(record, args)(*args)
 
     return run  # type: ignore[return-value]  # its arguments are those of P, in order
@@ -97,6 +142,8 @@ def primitive(record: Primitive[P, R]) -> Callable[P, R]:
     def call(*args: Any) -> Any:
         if is_compiling():
             return compiled(*args)
+        if journal.readers or journal.is_profiled():
+            return _told(record, args)
         if backends.backend == "auto" and args[0].is_cpu and not invariance.batch_invariant:
             return by_torch(*args)  # type: ignore[call-arg]  # they are those of P
         return _way_of(record, args)(*args)
@@ -128,4 +175,8 @@ def into(primitive: Callable[..., object], out: Sequence[Tensor], *args: Any) ->
     Autograd cannot record it, and compiled code never sees it.
     """
     assert not (torch.is_grad_enabled() and _any_requires_grad(args))
-    _way_of(RECORDS[primitive.__name__], args, out)(out, *args)
+    record = RECORDS[primitive.__name__]
+    if journal.readers or journal.is_profiled():
+        _told(record, args, out)
+    else:
+        _way_of(record, args, out)(out, *args)

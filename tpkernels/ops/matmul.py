@@ -279,7 +279,9 @@ class Plain:
 def into(primitive: Callable[..., Any], out: Sequence[Tensor], *args: Any, wait: Waiting) -> None:
     """Compute a primitive into given tensors, by a kernel that waits for rows if it is told how."""
     if wait:
-        primitives.RECORDS[primitive.__name__].by_kernel(*args, out=list(out), **wait)
+        record = primitives.RECORDS[primitive.__name__]
+        with primitives.told(record.name, args, "Triton, which waits for rows"):
+            record.by_kernel(*args, out=list(out), **wait)
     else:
         primitives.into(primitive, out, *args)
 

@@ -40,6 +40,7 @@ from tpkernels.comm.schedule import (
     collective_gather_plan,
     collective_reduce_plan,
     collective_rounds,
+    count_of,
     gather_plan,
     reduce_plan,
 )
@@ -52,7 +53,7 @@ _WIDE_ROW = 1024  # a kernel adds wide rows best
 class Message:
     """Rows travel with the header."""
 
-    note = ""
+    note, way = "", "with the header"
 
     def gather(self, call: Call, shard: Tensor, rows: int, *, keeps: bool, at_once: bool) -> Gather:
         call.announce(shard)
@@ -96,7 +97,7 @@ class PointToPoint:
 
     def __init__(self, chunks: int) -> None:
         """chunks: of a shard"""
-        self.chunks = chunks
+        self.chunks, self.way = chunks, f"{count_of(chunks, 'chunk')} from rank to rank"
 
     def gather(self, call: Call, shard: Tensor, rows: int, *, keeps: bool, at_once: bool) -> Gather:
         calls = call.calls
@@ -160,6 +161,7 @@ class Collectives:
         self.rounds, self._kernels = rounds, kernels
         # from what may differ between ranks: sizes of weight shards, and GPUs
         self.note = f" in {rounds} rounds" if rounds > 1 else ""
+        self.way = count_of(rounds, "collective")
 
     def gather(self, call: Call, shard: Tensor, rows: int, *, keeps: bool, at_once: bool) -> Gather:
         ranks = call.calls.ranks
@@ -222,7 +224,7 @@ class BackendSums(Collectives):
 
     def __init__(self) -> None:
         super().__init__(1)
-        self.note = " by the backend"
+        self.note, self.way = " by the backend", "the backend's sum"
 
     def reduce(self, call: Call, terms: Terms, bias: Tensor | None, *, at_once: bool) -> Reduce:
         own, ranks = terms.at_once().contiguous(), call.calls.ranks

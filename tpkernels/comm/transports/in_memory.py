@@ -14,6 +14,7 @@ from tpkernels.comm.calls import Call
 from tpkernels.comm.schedule import (
     collective_gather_plan,
     collective_reduce_plan,
+    count_of,
     gather_plan,
     reduce_plan,
 )
@@ -38,6 +39,15 @@ class Mailboxes:
         """
         self.exchange, self.rounds, self._kernels, self.pushes = exchange, rounds, kernels, pushes
         self.note = f" in {rounds} rounds of products" * bool(rounds) + " by a kernel" * pushes
+        memory = "shared memory" if exchange.host_waits else "symmetric memory"
+        chunks = (
+            "a kernel stores"
+            if pushes
+            else "a kernel waits"
+            if kernels
+            else count_of(exchange.splits, "chunk")
+        )
+        self.way = f"{memory}, {count_of(rounds, 'round') if rounds else chunks}"
         if kernels is not None and exchange.flag_kernels is not kernels:
             exchange.count_by(kernels)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tpkernels.comm.calls import Call
     from tpkernels.comm.transports.mailbox import MailboxDelivery
 
+T = TypeVar("T")
 Until = Callable[[], object]  # blocks until something is there; on a GPU the current stream does
 Arriving = tuple[slice, Until | None]  # rows of the matrix, and what to call before they are read
 
@@ -137,6 +138,13 @@ class Gather:
         """Whether rows are given all at once."""
         return self._at_once or len(self._arriving) < 2
 
+    def watch(self, around: AroundWait) -> None:
+        """Put something around each wait."""
+        last = next((wait for _, wait in reversed(self._arriving) if wait is not None), None)
+        self._arriving = [(rows, wait and around(wait, wait is last)) for rows, wait in self._arriving]
+        self._copy = self._copy and around(self._copy, True)
+        self._end = self._end and around(self._end, True)
+
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         arriving = self._arriving
         if self._at_once or len(arriving) < 2:
@@ -199,6 +207,17 @@ class Reduce:
         """arriving: what to call before the terms are added; add: adds them; end: called when that is done"""
         self._terms, self._arriving, self._add, self._end = terms, arriving, add, end
 
+    def watch(self, around: AroundWait) -> None:
+        """Put something around the wait."""
+        arriving, add = self._arriving, self._add
+
+        def wait_and_add() -> Tensor:
+            for wait in arriving:
+                wait()
+            return add()
+
+        self._arriving, self._add = (), around(wait_and_add, True)
+
     def wait(self) -> Tensor:
         """Return the sums of this rank's rows in the order of ranks, plus bias, rounded once."""
         for wait in self._arriving:
@@ -225,6 +244,7 @@ class Transport(Protocol):
     """How rows move in a group; chosen by sizes that all ranks share."""
 
     note: str  # what ranks must do alike, beside what sizes say: it is part of the kind of a call
+    way: str  # how rows move, for readers of the journal
 
     def gather(self, call: Call, shard: Tensor, rows: int, *, keeps: bool, at_once: bool) -> Gather:
         """Start an all-gather. shard: contiguous, as `schedule.bounds` divides `rows` over the ranks"""
@@ -234,6 +254,12 @@ class Transport(Protocol):
 
         at_once: all is computed before the first row is sent
         """
+
+
+class AroundWait(Protocol):
+    """Puts something around a wait. is_last: of its transfer"""
+
+    def __call__(self, wait: Callable[[], T], is_last: bool) -> Callable[[], T]: ...
 
 
 class Add(Protocol):

@@ -130,10 +130,25 @@ class Exchanges:
         if device.type != "cpu":
             return f"its memory is on {device.type}"
         if not worth_sharing(rows * cols * dtype.itemsize, ranks, to_all=to_all):
-            return "it is small"
+            return "it is small for shared memory"
         if self._against_sharing:
             return self._against_sharing
         return "" if self.has_room() else f"{MOST_OPEN} shapes are open"
+
+    def why_over_c10d(self, key: Key, *, to_all: bool) -> str:
+        """Say why rows of this shape do not move through memory that ranks share."""
+        if self.transport == "c10d":
+            asked = f"TPKERNELS_TRANSPORT={requested_transport}"
+            return asked if self.machines == 1 else f"{asked}, and ranks on {self.machines} machines"
+        _, (rows, cols), _, device = key
+        if not (rows and cols):
+            return "it has no elements"
+        if device.type == "cuda" and self.transport == "auto":
+            if self.machines > 1:
+                return f"ranks are on {self.machines} machines"
+            timed = any(moved[1:4] == (key[0], rows * self.ranks, cols) for moved in self.chosen)
+            return "other ways were timed slower" if timed else "other ways were not timed"
+        return self._against(key, self.ranks, to_all)
 
     def _close_oldest(self) -> None:
         """The one whose last call is the longest ago.

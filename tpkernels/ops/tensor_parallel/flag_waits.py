@@ -111,15 +111,17 @@ class FlagKernels:
     def push(self, delivery: MailboxDelivery, terms: Terms) -> None:
         exchange = delivery.exchange
         _, tile = exchange.tiles.get(delivery.op, NO_TILE)
-        _home("scatter_linear").scatter_linear(
-            tuple(terms.pairs),
-            departures=_home("waits").Departures(*delivery.departures()),
-            ranks=exchange.ranks,
-            rank=exchange.rank,
-            splits=exchange.splits,
-            margin=exchange.margin,
-            tile=tile if _aligned_layouts(terms.pairs) else None,
-        )
+        operands = [operand for pair in terms.pairs for operand in pair]
+        with primitives.told("scatter_linear", operands, "Triton, which stores rows where they belong"):
+            _home("scatter_linear").scatter_linear(
+                tuple(terms.pairs),
+                departures=_home("waits").Departures(*delivery.departures()),
+                ranks=exchange.ranks,
+                rank=exchange.rank,
+                splits=exchange.splits,
+                margin=exchange.margin,
+                tile=tile if _aligned_layouts(terms.pairs) else None,
+            )
 
 
 FLAG_KERNELS = FlagKernels()

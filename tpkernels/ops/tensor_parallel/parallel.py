@@ -12,15 +12,16 @@ from torch._C import _distributed_c10d as c10d
 from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
+from torch.utils._pytree import tree_leaves
 
-from tpkernels import tp_invariance
+from tpkernels import journal, tp_invariance
 from tpkernels.comm.agreement import Claim, agree
 from tpkernels.comm.calls import CALLS_OF, calls_of, left_before_a_call
 from tpkernels.comm.groups import required_group
 from tpkernels.comm.tensor_parallel import Moved, TensorParallel
 from tpkernels.comm.transports.rows import Gather, Reduced, Terms, Transport
 from tpkernels.comm.transports.select import Exchanges
-from tpkernels.dispatch import log
+from tpkernels.dispatch import backends, log
 from tpkernels.dispatch.operators import define, in_forward_mode, refuse_forward_mode
 from tpkernels.env import env_flag
 from tpkernels.kernels.activations import Activation
@@ -33,7 +34,9 @@ from tpkernels.ops.tensor_parallel.flag_waits import FlagKernels
 # TPKERNELS_DEBUG=1: ranks compare what they ask for before each call. Read once: an op should cost little.
 debug = env_flag("TPKERNELS_DEBUG", default=False)
 
-log.show_choices_if_asked()  # once: `select` cannot, as comm does not know dispatch
+# once: comm cannot, as it does not know dispatch
+log.show_if_asked()
+journal.readers += log.readers_asked_for(backends.computing_on)
 
 ALONE = TensorParallel(None)
 
@@ -295,6 +298,8 @@ class SplitOperator:
         def running(*args: Any) -> Sequence[Tensor | None]:
             *given, tp, matmul = unnamed(args)
             with tp.call:
+                if journal.readers or journal.is_profiled():
+                    return self._told(*given, tp, matmul, by="compiled")
                 return run(*given, tp, matmul)
 
         def faking(*args: Any) -> Sequence[Tensor | None]:
@@ -303,15 +308,24 @@ class SplitOperator:
 
         self._overload = define(name, f"({schema}, {self._SPLIT}) -> Tensor[]", running, faking)
 
+    def _told(self, *args: Any, by: str = "") -> Sequence[Tensor | None]:
+        """Run, and tell the journal. by: the compiler, if that calls"""
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        with journal.entered(journal.OpStep("op", self._name, self._name, tensors, by=by)):
+            return self._run(*args)
+
     def __call__(
         self, *args: Any, tp: TensorParallel, matmul: Plain, given: Sequence[object] | None = None
     ) -> Any:
         """given: which results are asked for; None: all"""
         if not is_compiling():
+            run = self._run
+            if journal.readers or journal.is_profiled():
+                run = self._told
             if not any_autocast():
-                return self._run(*args, tp, matmul)
+                return run(*args, tp, matmul)
             with torch._C._DisableAutocast():
-                return self._run(*args, tp, matmul)
+                return run(*args, tp, matmul)
         refuse_forward_mode(self._name)
         name = "" if tp.group is None else name_of(tp.group)
         flat = name, tp.sequence_parallel, tp.overlap, tp.segments, matmul.recipe
