@@ -16,6 +16,7 @@ MODULES = (
     "tpkernels.ops",
     "tpkernels.optim",
     "tpkernels.parallel_state",
+    "tpkernels.testing",
     "tpkernels.gate",
     "tpkernels.interop",
     "tpkernels.interop.mpu",

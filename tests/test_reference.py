@@ -10,7 +10,7 @@ import tpkernels
 from tests.programs import ran
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("ops", "optim", "interop", "parallel_state")
+ROOMS = ("ops", "optim", "interop", "parallel_state", "testing")
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +27,7 @@ PUBLIC = {
     "tpkernels.ops": ["linear", "row_linear", "vocab_sample"],
     "tpkernels.optim": ["Muon", "hidden_matrices", "require_elementwise"],
     "tpkernels.gate": ["register"],
+    "tpkernels.testing": ["assert_overlapped"],
     "tpkernels.interop.mpu": ["get_data_parallel_group", "is_unitialized"],
     "tpkernels.checkpoints.dcp": ["save", "load", "latest"],
 }

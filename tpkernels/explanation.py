@@ -157,7 +157,10 @@ def explain(
 
 def _rows_of(call: OpCall, hidden_behind: Mapping[Transfer, Sequence[OpStep]]) -> Iterable[CallRow]:
     site = re.sub(r"\.\d+(?=\.|$)", ".*", call.site) or NOTHING
-    computed = ", ".join(dict.fromkeys(f"{step.name} by {step.by}" for step in call.products)) or NOTHING
+    by = {step.by: [each.name for each in call.products if each.by == step.by] for step in call.products}
+    computed = (
+        "; ".join(f"{', '.join(dict.fromkeys(names))} by {who}" for who, names in by.items()) or NOTHING
+    )
     why = tuple(dict.fromkeys(step.why for step in call.products if step.why))
     if not call.transfers:
         yield CallRow(site, call.name, NOTHING, NOTHING, NOTHING, computed, why)

@@ -129,7 +129,11 @@ def test_every_variable_that_is_read_is_known_with_its_values():
         ("TPKERNELS_BACKEND", "Torch", "expected one of auto, torch, triton; did you mean torch?"),
         ("TPKERNELS_BACKEND", "", "expected one of auto, torch, triton"),
         ("TPKERNELS_TUNE", "01", "expected one of 0, 1; did you mean 1?"),
-        ("TPKERNELS_LOG", "choice", "expected one of choices; did you mean choices?"),
+        (
+            "TPKERNELS_LOG",
+            "choice",
+            "expected one of choices, calls, choices,calls, calls,choices; did you mean choices?",
+        ),
     ],
 )
 def test_a_mistake_is_a_problem_with_what_was_meant(name, value, said):

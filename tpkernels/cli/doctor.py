@@ -40,7 +40,8 @@ VARIABLES: dict[str, tuple[str, ...]] = {  # allowed values
     "TPKERNELS_CHECK_REPLICAS": _ANYTHING,
     "TPKERNELS_CXXFLAGS": _ANYTHING,  # of setup.py
     "TPKERNELS_DEBUG": _SWITCH,
-    "TPKERNELS_LOG": ("choices", ""),
+    "TPKERNELS_LOG": ("choices", "calls", "choices,calls", "calls,choices", ""),
+    "TPKERNELS_NVTX": _SWITCH,
     "TPKERNELS_REQUIRE_EXT": _SWITCH,  # of setup.py
     "TPKERNELS_TP_INVARIANT": _ANYTHING,
     "TPKERNELS_TRANSPORT": ("auto", "c10d", "shared", "symmetric", "symmetric-rounds"),
