@@ -55,7 +55,8 @@ class CallsRead:
             self._in_flight.append(step.transfer)
             if not ops:  # such as a check of a layer's
                 self.calls.append(OpCall(step.name, "", [step.transfer]))
-            else:
+            else:  # as errors name the op: several share an operator
+                ops[-1].name = step.name
                 ops[-1].transfers.append(step.transfer)
         elif step.kind == "product":
             if ops:

@@ -29,7 +29,7 @@ def assert_overlapped(*ops: str) -> Iterator[None]:
     host issues them: so this holds for a graph that is captured, too. On a GPU a trace of eager calls must
     also show that kernels ran while rows moved. All ranks of a group make its calls; each asserts for itself.
 
-    ops: names, such as "column_linear" and "column_linear_backward"; none: all that move rows and multiply
+    ops: names, such as "column_linear" and "column_linear backward"; none: all that move rows and multiply
     """
     read = CallsRead({})
     traced = torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing()

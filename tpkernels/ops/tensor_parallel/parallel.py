@@ -311,7 +311,8 @@ class SplitOperator:
     def _told(self, *args: Any, by: str = "") -> Sequence[Tensor | None]:
         """Run, and tell the journal. by: the compiler, if that calls"""
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        with journal.entered(journal.OpStep("op", self._name, self._name, tensors, by=by)):
+        name = self._name.replace("_backward", " backward")  # as in errors
+        with journal.entered(journal.OpStep("op", name, name, tensors, by=by)):
             return self._run(*args)
 
     def __call__(
