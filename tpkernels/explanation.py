@@ -163,7 +163,7 @@ def _rows_of(call: OpCall, hidden_behind: Mapping[Transfer, Sequence[OpStep]]) -
         "; ".join(f"{', '.join(dict.fromkeys(names))} by {who}" for who, names in by.items()) or NOTHING
     )
     why = tuple(dict.fromkeys(step.why for step in call.products if step.why))
-    if not call.transfers:
+    if not call.transfers and call.products:  # else it is a region of a rank that has all
         yield CallRow(site, call.name, NOTHING, NOTHING, NOTHING, computed, why)
     for transfer in call.transfers:
         hiding = Counter(step.name for step in hidden_behind.get(transfer, ()))
