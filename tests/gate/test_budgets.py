@@ -48,9 +48,7 @@ def test_instructions_are_of_one_version_and_told_after_worse_excesses(monkeypat
     table = expectations.updated(None, measured, measured, {"triton": "3.7.1"})
     other = replace(FACTS, instructions={"HGMMA": 8})
     assert judge(job, Examined(FACTS), table, "3.7.1").failures == ()
-    assert judge(job, Examined(other), table, "3.7.1").failures == (
-        "other instructions: HGMMA 8, was 4; record them with --update if that is meant",
-    )
+    assert judge(job, Examined(other), table, "3.7.1").failures == ("other instructions: HGMMA 8, was 4",)
     assert judge(job, Examined(other), table, "3.7.2").failures == ()
     larger = Examined(replace(other, shared=2000))
     assert judge(job, larger, table, "3.7.1").failures == ("shared 2,000 > 1,000",)
@@ -62,7 +60,7 @@ def test_what_a_table_has_lost_fails(monkeypatch, lost):
     measured = {lost: Budget.of(FACTS)}
     table = expectations.updated(None, measured, measured, {})
     judged = judge(CompileJob(catalog()[0], "sm_80"), Examined(FACTS), table, "3.7.1")
-    assert judged.failures == ("no budget yet: record one with --update",)
+    assert judged.failures == ("no budget yet",)
 
 
 def test_table_of_budgets_survives_and_drops_what_is_gone(tmp_path):
@@ -77,7 +75,7 @@ def test_table_of_budgets_survives_and_drops_what_is_gone(tmp_path):
 
 
 def test_a_table_of_one_architecture_may_not_lose_it(monkeypatch, tmp_path):
-    """Others are held to the rules alone, until an update has their rows."""
+    """Others have none until an update has their rows: a failure, unless that is allowed."""
     monkeypatch.setattr(compile_gate, "examine_all", lambda tasks, *_: [Examined(FACTS) for _ in tasks])
     path, entry = tmp_path / "budgets.json", catalog()[0]
     entry = replace(entry, architectures=("sm_80", "sm_90"), rules=())
@@ -85,26 +83,48 @@ def test_a_table_of_one_architecture_may_not_lose_it(monkeypatch, tmp_path):
     suite = Suite("mine", {entry.name: entry}, path, lambda _: None)
     minor = expectations.minor_version(triton.__version__)
 
-    def check(*jobs, update=False):
-        compiled, notes = compile_gate.check(suite, jobs, 1, print, update)
-        return [one.failures for one in compiled], notes
+    def check(*jobs, update=False, allow=True):
+        compiled, notes, absent = compile_gate.check(suite, jobs, 1, print, update, allow)
+        return [one.failures for one in compiled], notes, absent
 
     check(hopper, update=True)
     assert expectations.read(path)[minor].provenance["architectures"] == "sm_90"
-    bare = f"no budgets for Triton {minor} on sm_80: rules only; --update writes them"
-    assert check(hopper, ampere) == ([(), ()], [bare])
+    failures, notes, absent = check(hopper, ampere, allow=False)
+    assert (failures, notes) == ([(), ()], [])
+    assert absent[0].startswith(
+        f"no budgets for Triton {minor} on sm_80 (there are budgets for Triton {minor}):"
+    )
     check(hopper, update=True)  # another update of the same leaves the list
-    assert check(hopper, ampere) == ([(), ()], [bare])
+    assert check(hopper, ampere) == ([(), ()], absent, [])
 
     written = path.read_text()
     whole = expectations.read(path)[minor]
     expectations.write({minor: expectations.Budgets(whole.provenance, {})}, path)
-    assert check(hopper, ampere) == ([("no budget yet: record one with --update",), ()], [bare])
+    assert check(hopper, ampere) == ([("no budget yet",), ()], absent, [])
 
     path.write_text(written)
     check(ampere, update=True)
     assert "architectures" not in expectations.read(path)[minor].provenance
-    assert check(hopper, ampere) == ([(), ()], [])
+    assert check(hopper, ampere, allow=False) == ([(), ()], [], [])
+
+    path.unlink()
+    _, _, (nothing,) = check(hopper, allow=False)
+    assert nothing.startswith(f"no budgets for Triton {minor} on sm_90 (there are budgets for Triton none), ")
+
+
+def test_another_patch_of_triton_is_noted(monkeypatch, tmp_path):
+    monkeypatch.setattr(compile_gate, "examine_all", lambda tasks, *_: [Examined(FACTS) for _ in tasks])
+    path, entry = tmp_path / "budgets.json", replace(catalog()[0], architectures=("sm_90",), rules=())
+    suite = Suite("mine", {entry.name: entry}, path, lambda _: None)
+    jobs, minor = [CompileJob(entry, "sm_90")], expectations.minor_version(triton.__version__)
+    compile_gate.check(suite, jobs, 1, print, True)
+    written = expectations.read(path)
+    written[minor].provenance["triton"] = f"{minor}.99"
+    expectations.write(written, path)
+    _, notes, absent = compile_gate.check(suite, jobs, 1, print, False)
+    assert absent == []
+    told = "cycles and instructions are not compared"
+    assert notes == [f"budgets are of Triton {minor}.99, and this is {triton.__version__}: {told}"]
 
 
 ALL, HOPPER = ARCHITECTURES, ("sm_90",)

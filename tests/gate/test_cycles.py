@@ -11,7 +11,7 @@ from tpkernels.gate import expectations, report
 from tpkernels.gate.ahead_of_time import CompileJob
 from tpkernels.gate.clock.cost import Cost, Stretch
 from tpkernels.gate.clocking import Examined
-from tpkernels.gate.compile_gate import Compiled, judge
+from tpkernels.gate.compile_gate import Checked, Compiled, judge
 from tpkernels.gate.expectations import Budget, as_text, from_text, kept
 from tpkernels.gate.numerics import Computed
 from tpkernels.registered.entries import entry_specs
@@ -75,12 +75,12 @@ def test_within_three_percent_and_a_few_cycles_nothing_is_said(failures):
     )
 
 
-def test_faster_asks_for_an_update(failures):
-    assert failures(changed("step", 900.0)) == ("faster: step 1,040 -> 900 cycles; record it with --update",)
+def test_faster_and_other_instructions_are_told(failures):
+    assert failures(changed("step", 900.0)) == ("faster: step 1,040 -> 900 cycles",)
     other = replace(FACTS, instructions={"HGMMA": 8})
     assert failures(changed("step", 900.0), other) == (
-        "faster: step 1,040 -> 900 cycles; record it with --update",
-        "other instructions: HGMMA 8, was 4; record them with --update if that is meant",
+        "faster: step 1,040 -> 900 cycles",
+        "other instructions: HGMMA 8, was 4",
     )
 
 
@@ -119,10 +119,10 @@ def test_stretches_are_read_as_they_were_written():
 
 
 def test_report_has_cycles_and_the_worst_case_of_each_launcher(capsys, tmp_path):
-    rows = [Compiled(JOB, FACTS, (), COST), Compiled(JOB, FACTS, (), ROW), Compiled(JOB, FACTS, ())]
+    rows = [Compiled(JOB, FACTS, cost=cost) for cost in (COST, ROW, None)]
     errors = {"a": 0.25, "b": 0.5, "c": 0.125}
     cases = [Computed(f"linear_fwd/{name}", error, "") for name, error in errors.items()]
-    report.tell({}, rows, cases, [], 1.0, tmp_path / "report.json")
+    report.tell({}, Checked(rows, [], []), cases, 1.0, tmp_path / "report.json")
     said = capsys.readouterr().out
     headings, *lines = (line.split() for line in said.splitlines() if "  " in line)
     columns = headings.index("step"), headings.index("edge")
@@ -134,3 +134,24 @@ def test_report_has_cycles_and_the_worst_case_of_each_launcher(capsys, tmp_path)
     assert re.search(r"^ok +linear_fwd +3 cases +0\.50$", said, re.MULTILINE)
     written = json.loads((tmp_path / "report.json").read_text())["compiled"]
     assert [one["cost"] and Cost.from_json(one["cost"]) for one in written] == [COST, ROW, None]
+
+
+WRONG = Computed("linear_fwd/bf16", 3.0, "y is off by 3 times the bound")
+
+
+@pytest.mark.parametrize(
+    ("faults", "changes", "absent", "wrong", "is_named"),
+    [
+        ((), ("faster: step 1,040 -> 900 cycles",), [], [], True),
+        ((), ("registers 191 > 168",), [], [WRONG], False),
+        (("STL: 3",), ("registers 191 > 168",), [], [], False),
+        ((), ("registers 191 > 168",), ["no budgets for Triton 3.9"], [], False),
+        ((), (), [], [], False),
+    ],
+    ids=["change", "numerics", "rule", "absent", "well"],
+)
+def test_an_update_is_named_where_all_is_change(faults, changes, absent, wrong, is_named, capsys):
+    checked = Checked([Compiled(JOB, FACTS, faults, changes)], [], absent)
+    failures = report.tell({}, checked, wrong, 1.0, None)
+    assert failures == len(faults) + len(changes) + len(absent) + len(wrong)
+    assert (report.IF_MEANT in capsys.readouterr().out) == is_named

@@ -42,6 +42,11 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
         "--json", type=written_to, metavar="FILE", help="write all facts and findings into FILE"
     )
     parser.add_argument("--update", action="store_true", help="make today's numbers the budgets")
+    parser.add_argument(
+        "--allow-no-budgets",
+        action="store_true",
+        help="pass by rules alone where there are no budgets for this Triton",
+    )
 
 
 def main(options: Namespace) -> int:
@@ -62,15 +67,16 @@ def main(options: Namespace) -> int:
         suite = suite_of(config)
         jobs = [] if options.skip == "compile" else compile_gate.jobs_of(suite, architectures, options.only)
         with Progress("compiling", len(jobs), seconds=SAID_EVERY) as step:
-            compiled, notes = (
-                compile_gate.check(suite, jobs, PROCESSES, step, options.update) if jobs else ([], [])
-            )
+            checked = compile_gate.Checked([], [], [])
+            if jobs:
+                how = options.update, options.allow_no_budgets
+                checked = compile_gate.check(suite, jobs, PROCESSES, step, *how)
         with Progress("computing", seconds=SAID_EVERY) as step:
             skipped = options.skip == "numerics"
             computed = [] if skipped else numerics.check(config, options.only, step, PREPARE)
-        if not compiled and not computed:
+        if not checked.compiled and not computed:
             where = f" on {options.arch}" if options.arch else ""
             raise BadUse(f"nothing{where} has {options.only!r} in its name")
         versions = {name: import_module(name).__version__ for name in ("tpkernels", *PACKAGES)}
         seconds = time.perf_counter() - start
-        return 1 if report.tell(versions, compiled, computed, notes, seconds, options.json) else 0
+        return 1 if report.tell(versions, checked, computed, seconds, options.json) else 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import date
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
 
 import triton
 
@@ -29,8 +30,21 @@ class Compiled:
 
     job: CompileJob
     facts: Facts | None  # None if it does not compile
-    failures: tuple[str, ...]
+    faults: tuple[str, ...] = ()  # whatever the budgets
+    changes: tuple[str, ...] = ()  # against the budget
     cost: Cost | None = None  # None if it is not clocked
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        return self.faults + self.changes
+
+
+class Checked(NamedTuple):
+    """All jobs, and what is to be said of the table of budgets."""
+
+    compiled: list[Compiled]
+    notes: list[str]
+    absent: list[str]  # budgets that there are none of, which is a failure
 
 
 class UsageError(Exception):
@@ -80,17 +94,20 @@ def check(
     processes: int,
     report: Callable[[ClockedJob], None],
     update: bool,
-) -> tuple[list[Compiled], list[str]]:
-    """What came of the jobs, and notes on the table of budgets.
+    allow_no_budgets: bool = False,
+) -> Checked:
+    """Compile the jobs, and compare them with rules and budgets.
 
     report: hears of each job as it is done
     update: make what the jobs take the budgets, and write them
+    allow_no_budgets: where there are none for this Triton or architecture, rules suffice
     """
     try:
         table = expectations.read(suite.budgets)
     except ValueError as error:
         raise UsageError(str(error)) from error
     minor, notes = expectations.minor_version(triton.__version__), list[str]()
+    absent = list[str]()
     before = table.get(minor, Budgets())
     tasks = [
         ClockedJob(job, suite.launching(job.entry), budget.cost if budget else None)
@@ -114,21 +131,35 @@ def check(
         except OSError as error:
             raise UsageError(f"cannot write the budgets: {error}") from error
         notes.append(f"{len(new)} budgets for Triton {minor} written into {suite.budgets}")
-    elif minor not in table:
-        known = f", only for {', '.join(sorted(table))}" if table else ""
-        notes.append(f"no budgets for Triton {minor}{known}: rules only; --update writes them")
     else:
-        if bare := dict.fromkeys(a for job in jobs if not table[minor].hold(a := job.architecture)):
-            notes.append(
-                f"no budgets for Triton {minor} on {', '.join(bare)}: rules only; --update writes them"
+        unheld = [
+            a for a in dict.fromkeys(job.architecture for job in jobs) if not _holds(table.get(minor), a)
+        ]
+        if unheld:
+            known = ", ".join(sorted(table)) or "none"
+            absent.append(
+                f"no budgets for Triton {minor} on {', '.join(unheld)} (there are budgets for Triton {known}), "
+                "so nothing tells a slower kernel: install the Triton of the budgets, or write some with "
+                "--update; --allow-no-budgets checks by rules alone"
             )
-        if gone := table[minor].keys() - current:
+        elif (written := before.provenance.get("triton")) not in (None, triton.__version__):
+            notes.append(
+                f"budgets are of Triton {written}, and this is {triton.__version__}: cycles and instructions "
+                "are not compared"
+            )
+        if gone := before.keys() - current:
             notes.append(f"{len(gone)} budgets of what is no longer in {suite.name}: --update drops them")
+        if allow_no_budgets:
+            notes, absent = notes + absent, []
     if not update and (anew := sum(map(_is_clocked_anew, tasks, results))):
         notes.append(f"{anew} kernels were clocked anew: --update keeps their cycles for other machines")
     found = table.get(minor)
-    judged = (judge(*pair, found, triton.__version__) for pair in zip(jobs, results, strict=True))
-    return list(judged), notes
+    judged = [judge(*pair, found, triton.__version__) for pair in zip(jobs, results, strict=True)]
+    return Checked(judged, notes, absent)
+
+
+def _holds(budgets: Budgets | None, architecture: str) -> bool:
+    return budgets is not None and budgets.hold(architecture)
 
 
 def judge(job: CompileJob, result: Examined, budgets: Budgets | None, triton_version: str) -> Compiled:
@@ -139,15 +170,15 @@ def judge(job: CompileJob, result: Examined, budgets: Budgets | None, triton_ver
     facts, cost = result.facts, _known(result)
     if isinstance(facts, str):
         return Compiled(job, None, (f"does not compile: {facts}",))
-    failures = [*violations(job.entry.rules, job.architecture, facts)]
+    faults, changes = [*violations(job.entry.rules, job.architecture, facts)], list[str]()
     if isinstance(result.cost, str):
-        failures.append(f"cannot be clocked: {result.cost}")
+        faults.append(f"cannot be clocked: {result.cost}")
     if budgets is not None and budgets.hold(job.architecture):
         budget = budgets.of(job.architecture, job.entry.name)
-        failures += budget.excesses(facts) if budget else ["no budget yet: record one with --update"]
+        changes += budget.excesses(facts) if budget else ["no budget yet"]
         if budget and budgets.provenance.get("triton") == triton_version:
-            failures += _by_the_same_triton(budget, facts, cost, bool(failures))
-    return Compiled(job, facts, tuple(failures), cost)
+            changes += _by_the_same_triton(budget, facts, cost, bool(faults or changes))
+    return Compiled(job, facts, tuple(faults), tuple(changes), cost)
 
 
 def _by_the_same_triton(budget: Budget, facts: Facts, cost: Cost | None, is_worse: bool) -> Iterator[str]:
@@ -157,9 +188,9 @@ def _by_the_same_triton(budget: Budget, facts: Facts, cost: Cost | None, is_wors
     if is_worse or slower:  # which says more
         return
     if cost and (faster := ", ".join(expectations.faster(budget.cycles, cost))):
-        yield f"faster: {faster}; record it with --update"
+        yield f"faster: {faster}"
     if changes := ", ".join(budget.changes(facts)):
-        yield f"other instructions: {changes}; record them with --update if that is meant"
+        yield f"other instructions: {changes}"
 
 
 def _is_clocked_anew(task: ClockedJob, result: Examined) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tpkernels.gate.clock.cost import Cost
-from tpkernels.gate.compile_gate import Compiled, UsageError
+from tpkernels.gate.compile_gate import Checked, Compiled, UsageError
 from tpkernels.gate.expectations import NAMES, stretches
 from tpkernels.gate.numerics import Computed
 
@@ -20,28 +20,36 @@ SHOWN = (
 HEADINGS = "regs   shared  blocks  spills   step     edge  instructions"
 
 
+IF_MEANT = "if these changes are meant, --update makes them the budgets"
+
+
 def tell(
     versions: Mapping[str, str],
-    compiled: Sequence[Compiled],
+    checked: Checked,
     computed: Sequence[Computed],
-    notes: Sequence[str],
     seconds: float,
     path: Path | None,
 ) -> int:
-    """Print all, and write it into `path`; returns how many failures there are."""
+    """Print all, and write it into `path`; returns how many failures there are.
+
+    A change against a budget may be meant, and its cure is named; not beside a fault, which nobody means.
+    """
+    compiled, notes = checked.compiled, checked.notes
     print(", ".join(f"{name} {number}" for name, number in versions.items()))
     _print_compiled(compiled)
     _print_computed(computed)
     print()
     for note in notes:
         print(f"note: {note}")
-    failures = _failure_lines(compiled, computed)
+    failures = _failure_lines(checked, computed)
     for failure in failures:
         print(failure)
+    if len(failures) == sum(len(one.changes) for one in compiled) > 0:
+        print(IF_MEANT)
     told = f"{len(compiled)} compilations and {len(computed)} computations in {seconds:.0f} s"
     print(f"{len(failures)} failures in {told}" if failures else f"all well: {told}")
     if path is not None:
-        report = _as_json(versions, compiled, computed, notes)
+        report = _as_json(versions, checked, computed)
         try:
             path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
@@ -75,22 +83,18 @@ def _print_computed(computed: Sequence[Computed]) -> None:
         print(f"{mark:<5}{launcher:<20}  {len(cases):>3} cases  {worst:.2f}")
 
 
-def _failure_lines(compiled: Sequence[Compiled], computed: Sequence[Computed]) -> list[str]:
+def _failure_lines(checked: Checked, computed: Sequence[Computed]) -> list[str]:
     """Each finding in a line that can be read alone."""
-    lines = [f"entry {one.job}: {failure}" for one in compiled for failure in one.failures]
+    lines = [*checked.absent]
+    lines += [f"entry {one.job}: {failure}" for one in checked.compiled for failure in one.failures]
     return lines + [f"numerics of {one.case}: {one.failure}" for one in computed if one.failure]
 
 
-def _as_json(
-    versions: Mapping[str, str],
-    compiled: Sequence[Compiled],
-    computed: Sequence[Computed],
-    notes: Sequence[str],
-) -> dict[str, Any]:
+def _as_json(versions: Mapping[str, str], checked: Checked, computed: Sequence[Computed]) -> dict[str, Any]:
     return {
         "versions": dict(versions),
-        "failures": _failure_lines(compiled, computed),
-        "notes": list(notes),
+        "failures": _failure_lines(checked, computed),
+        "notes": list(checked.notes),
         "compiled": [
             {
                 "entry": one.job.entry.name,
@@ -99,7 +103,7 @@ def _as_json(
                 "facts": one.facts.as_json() if one.facts else None,
                 "cost": one.cost.as_json() if one.cost else None,
             }
-            for one in compiled
+            for one in checked.compiled
         ],
         "numerics": [
             # JSON has no NaN: null says that there is no number
