@@ -114,7 +114,7 @@ def test_report_that_cannot_be_finished_takes_neither_findings_nor_notes_along(c
     assert ran.returncode == 2
     assert "1 failures in 1 compilations" in ran.stdout
     minor = minor_version(triton.__version__)
-    assert f"\nno budgets for Triton {minor} on sm_80 (there are budgets for Triton none)" in ran.stdout
+    assert f"\nno budgets for Triton {minor} on sm_80 (some for Triton none)" in ran.stdout
     assert "error: cannot write the report: " in ran.stderr
 
 

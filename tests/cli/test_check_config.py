@@ -14,6 +14,7 @@ import triton
 
 from tests.test_docs import write_files
 from tpkernels.gate.expectations import minor_version, read
+from tpkernels.gate.report import IF_MEANT
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "check-your-kernels.md"
@@ -43,6 +44,24 @@ PLANTED = {
         "softmax",
         {"(e / tl.sum(e, 0))": "(e / (tl.sum(e, 0) + 1))"},
         r"numerics of formula/rows=7,columns=1000: y_ptr is off by \d\.\d+ times the bound",
+    ),
+    "read": (
+        "softmax",
+        {
+            '.load(x_ptr + row * stride + at, mask=at < columns, other=float("-inf"))': ".where("
+            'at < columns, tl.load(x_ptr + row * stride + at), float("-inf"))'
+        },
+        r"numerics of read/rows=7,columns=1000: read outside x_ptr \(read\.py:10\)",
+    ),
+    "half": (
+        "softmax",
+        {".to(tl.float32)\n    e": ".to(tl.float16)\n    e"},
+        r"numerics of half/rows=7,columns=1000/fp32 for bf16: y_ptr is off by \d+\.\d+ times the bound",
+    ),
+    "mistake": (
+        "softmax",
+        {"tl.max(x, 0)": "tl.max(x, 3)"},
+        r"entry mistake on sm_90: does not compile: mistake\.py:11: .+",
     ),
 }
 
@@ -105,7 +124,7 @@ def test_each_planted_fault_turns_the_workflow_red(check, folder):
         (folder / name).write_text(text)
     ran = check(*options, "--update")
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "all well: 5 compilations and 6 computations" in ran.stdout
+    assert "all well: 8 compilations and 24 computations" in ran.stdout
     rows = read(folder / "gate-budgets.json")[minor_version(triton.__version__)].keys()
     assert rows == {("sm_80", "formula"), *(("sm_90", fault) for fault in PLANTED)}
 
@@ -118,7 +137,9 @@ def test_each_planted_fault_turns_the_workflow_red(check, folder):
     failures = json.loads((folder / job()["steps"][-1]["with"]["path"]).read_text())["failures"]
     assert {re.match(r"(?:entry|numerics of) (\w+)", failure)[1] for failure in failures} == set(PLANTED)
     wrong = [failure for failure in failures if failure.startswith("numerics")]
-    assert all("formula" in failure for failure in wrong), "the others compute what they should"
+    computing_wrong = {re.match(r"numerics of (\w+)", failure)[1] for failure in wrong}
+    assert computing_wrong == {"formula", "read", "half", "mistake"}, "others compute what they should"
+    assert IF_MEANT not in ran.stdout, "faults are among the changes"
 
 
 def test_what_is_wrong_beyond_the_file_is_one_line(check, folder):

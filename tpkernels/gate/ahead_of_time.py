@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
 import re
 import sys
 import time
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -136,10 +137,11 @@ def facts_or_error(job: CompileJob) -> Facts | str:
 
 def facts_together(jobs: Sequence[CompileJob]) -> list[Facts | str]:
     """Of jobs on one architecture: compiled one by one, and disassembled at once."""
-    begun = [_or_error(partial(_kept_or_made, job)) for job in jobs]
+    begun = [_or_error(partial(_kept_or_made, job), job.entry) for job in jobs]
     with suppress(NoDisassembler):  # of which each hears below
         disassemble_ahead([one.code for one in begun if isinstance(one, _Made) and not one.is_amd])
-    return [_or_error(one.kept) if isinstance(one, _Made) else one for one in begun]
+    pairs = zip(begun, jobs, strict=True)
+    return [_or_error(one.kept, job.entry) if isinstance(one, _Made) else one for one, job in pairs]
 
 
 def _kept_or_made(job: CompileJob) -> Facts | _Made:
@@ -212,11 +214,36 @@ def _made(job: CompileJob) -> _Made:
     return _Made(job, compiled, time.perf_counter() - start)
 
 
-def _or_error(work: Callable[[], Result]) -> Result | str:
+def _or_error(work: Callable[[], Result], entry: Entry) -> Result | str:
     try:
         return work()
     except Exception as error:  # whatever the compiler raises, or an import, is a finding about this entry
-        return one_line_error(error)
+        return f"{_line_of(error, entry)}{one_line_error(error)}"
+
+
+def _line_of(error: BaseException | None, entry: Entry) -> str:
+    """Return where the compiler found an error, in a kernel or what it calls: "kernels.py:12: ", or ""."""
+    functions = {function.src: function for function in _called_by(jit_function(entry), {})}
+    place = ""
+    while error is not None:  # the innermost that is no function of Triton's own
+        function, node = functions.get(getattr(error, "src", "")), getattr(error, "node", None)
+        if function is not None and node is not None and hasattr(node, "lineno"):
+            above = next(i for i, line in enumerate(function.raw_src) if line.lstrip().startswith("def "))
+            line = function.starting_line_number + above + node.lineno - 1
+            place = f"{Path(inspect.getfile(function.fn)).name}:{line}: "
+        error = error.__cause__
+    return place
+
+
+def _called_by(kernel: Any, seen: dict[int, Any]) -> Iterable[Any]:
+    """Yield a kernel and the functions under `triton.jit` that it, or one of these, names."""
+    from triton.runtime.jit import JITFunction
+
+    if isinstance(kernel, JITFunction) and not kernel.module.startswith("triton.") and id(kernel) not in seen:
+        seen[id(kernel)] = kernel
+        yield kernel
+        for name in kernel.fn.__code__.co_names:
+            yield from _called_by(kernel.fn.__globals__.get(name), seen)
 
 
 def compile_key(entry: Entry, architecture: str) -> str:

@@ -138,7 +138,7 @@ def check(
         if unheld:
             known = ", ".join(sorted(table)) or "none"
             absent.append(
-                f"no budgets for Triton {minor} on {', '.join(unheld)} (there are budgets for Triton {known}), "
+                f"no budgets for Triton {minor} on {', '.join(unheld)} (some for Triton {known}), "
                 "so nothing tells a slower kernel: install the Triton of the budgets, or write some with "
                 "--update; --allow-no-budgets checks by rules alone"
             )

@@ -8,12 +8,17 @@ the tests, so that the two cannot come to mean different things.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,6 +32,8 @@ if TYPE_CHECKING:
 # norm-wise, against float64: about one and a half correct roundings of the result, on average over its
 # elements. So a result must have some hundreds: a single one may round by up to 3.9e-3 in bf16
 BOUND: Mapping[torch.dtype, float] = {torch.float32: 3e-7, torch.float16: 3e-4, torch.bfloat16: 2.5e-3}
+# of a kernel in bf16 whose bf16 is made fp32: sums in fp16 are off by 1e-4 and more
+WIDE_BOUND = 1e-5
 SEED = 20261121
 PROGRAM = "tpkernels.gate.user_kernels.numerics"
 PROCESSES = 2
@@ -54,6 +61,14 @@ class _Frame:
     view: Tensor
     buffer: Tensor
     before: Tensor
+
+    @cached_property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Where the buffer begins, the view begins, the view ends, and the buffer ends."""
+        first, size, start = self.view.data_ptr(), self.buffer.element_size(), self.buffer.data_ptr()
+        steps = zip(self.view.shape, self.view.stride(), strict=True)
+        reach = 1 + sum((length - 1) * step for length, step in steps) if self.view.numel() else 0
+        return start, first, first + reach * size, start + self.buffer.numel() * size
 
     def faults(self) -> Iterator[str]:
         after, before = self.buffer.clone(), self.before.clone()
@@ -87,6 +102,7 @@ class Frames:
 
     def __init__(self) -> None:
         self._frames: list[_Frame] = []
+        self._strayed: dict[str, None] = {}  # in the order of accesses
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         content = torch.full(shape, outside(dtype), dtype=dtype, device=device)
@@ -104,10 +120,38 @@ class Frames:
         self._frames.append(_Frame(name, is_output, view, buffer, buffer.clone()))
         return view
 
+    def accessed(self, how: str, addresses: npt.NDArray[np.uint64], inside: npt.NDArray[np.bool_]) -> None:
+        """Note accesses next to a tensor. how: "read" or "written"; inside: which addresses are accessed"""
+        reached = addresses[np.broadcast_to(inside, addresses.shape)]
+        if not reached.size:
+            return
+        low, high = int(reached.min()), int(reached.max())
+        for frame in self._frames:
+            _, first, end, _ = frame.addresses
+            if first <= low and high < end:
+                return
+        for frame in self._frames:
+            start, first, end, stop = frame.addresses
+            before, after = (reached >= start) & (reached < first), (reached >= end) & (reached < stop)
+            if before.any() or after.any():
+                self._strayed[f"{how} outside {frame.name}{_line_of_kernel()}"] = None
+
     def take_faults(self) -> list[str]:
-        """What was written that should not be, since the last call, each kind once."""
-        taken, self._frames = self._frames, []
-        return [*dict.fromkeys(fault for frame in taken for fault in frame.faults())]
+        """What was read or written that should not be, since the last call, each kind once."""
+        (taken, self._frames), (strayed, self._strayed) = (self._frames, []), (list(self._strayed), {})
+        faults = dict.fromkeys(fault for frame in taken for fault in frame.faults())
+        return strayed + [fault for fault in faults if not any(fault in one for one in strayed)]
+
+
+def _line_of_kernel() -> str:
+    """Return the file and line of the kernel that accesses memory now, in brackets."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if not module.startswith(("triton.", "tpkernels.gate.", "tpkernels.kernels.interpret")):
+            return f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+        frame = frame.f_back
+    return ""
 
 
 @dataclass(frozen=True)
@@ -139,7 +183,7 @@ def examine(case: NumericCase, frames: Frames) -> Computed:
     off = {what: error for what, error in errors.items() if not error < 1}
     failures = [f"{what} {_mismatch(*results[what], error)}" for what, error in off.items()]
     largest = max(errors.values(), key=lambda error: (error != error, error))  # NaN above all numbers
-    return Computed(case.name, largest, "; ".join([*failures, *frames.take_faults()]))
+    return Computed(case.name, largest, "; ".join([*frames.take_faults(), *failures]))
 
 
 def _part_of_bound(actual: Tensor | None, exact: Tensor, bounds: Mapping[torch.dtype, float]) -> float:
@@ -178,8 +222,11 @@ def _cases_of(config: Config) -> Iterator[tuple[str, children.ItemOfChild]]:
     for own in config.kernels:
         for number, sizes in enumerate(own.computed):
             text = ",".join(f"{name}={size}" for name, size in sizes.items())
+            name = f"{own.name}/{text}" if text else own.name
             item = {"name": own.name, "table": own.as_table(), "sizes": number}
-            yield f"{own.name}/{text}" if text else own.name, item
+            yield name, item
+            if any(kind.dtype == "bf16" for kind in own.tensors.values()):
+                yield f"{name}/fp32 for bf16", {**item, "wide": True}
     if config.cases:
         assert config.imported
         for one in children.imported_attribute("cases", config.cases)():

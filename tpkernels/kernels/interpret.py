@@ -1,11 +1,12 @@
 """What makes Triton's interpreter honest: products and casts of bf16 and fp8, and the TMA reduce-add.
 
 With TRITON_INTERPRET=1 Triton runs kernels in NumPy, which has neither: such tensors are held as raw bits.
-Upstream (3.6 to 3.9) `tl.dot` multiplies those of bf16 as integers, and a cast from fp32 cuts the lower
-bits off where hardware rounds to nearest even; a cast to fp32 makes subnormal numbers zero. A cast to fp8
-loses what rounding carries into the exponent, so that 1.984 becomes 1; casts and products of fp8 take NaN
-for a number, and some numbers for zero. Products of fp32 go to the machine's BLAS, whose order of adding
-depends on shapes on some processors; in float64, rounded once, no order shows.
+Upstream (3.6 to 3.9) `tl.dot`, sums and comparisons take those of bf16 for integers, and a cast from fp32
+cuts the lower bits off where hardware rounds to nearest even; a cast to fp32 makes subnormal numbers zero.
+Scalars of bf16 cannot be made. A cast to fp8 loses what rounding carries into the exponent, so that 1.984
+becomes 1; casts and products of fp8 take NaN for a number, and some numbers for zero. Products of fp32 go to
+the machine's BLAS, whose order of adding depends on shapes on some processors; in float64, rounded once, no
+order shows.
 `tensor_descriptor.atomic_add` is missing altogether. 3.9 refuses a mask that is an
 `&` of comparisons of scalars and blocks, which it holds as integers. `mend()` replaces all of these. It is
 called where kernels are defined, and does nothing in a process that compiles.
@@ -20,6 +21,7 @@ look and replace once, keep dtypes, types and shapes, and look for overflows whe
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -66,6 +68,22 @@ def fp32_from_fp8(bits: npt.NDArray[np.uint8], dtype: torch.dtype) -> npt.NDArra
     return torch.from_numpy(np.array(bits, dtype=np.uint8)).view(dtype).float().numpy()
 
 
+# Functions that get each load and store of a kernel: "read" or "written", addresses, and which are accessed.
+accesses: list[Callable[[str, npt.NDArray[np.uint64], npt.NDArray[np.bool_]], object]] = []
+
+
+class Widened:
+    """Whether casts to bf16 keep all bits of fp32: what a kernel rounds to any other type shows then."""
+
+    bf16 = False
+
+
+def _tell(how: str, pointers: Any, mask: Any) -> None:
+    inside = mask.data if isinstance(mask, interpreter.TensorHandle) else mask  # the former since Triton 3.9
+    for watch in accesses:
+        watch(how, pointers.data, inside)
+
+
 def mend() -> None:
     """Replace what is wrong or missing in the interpreter, once; nothing when kernels are compiled."""
     builder = interpreter.InterpreterBuilder
@@ -77,6 +95,7 @@ def mend() -> None:
         builder.create_fp_to_fp,
     )
     upstream_load, upstream_store = builder.create_masked_load, builder.create_masked_store
+    upstream_binary, upstream_unary = builder.binary_op, builder.unary_op
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_imprecise: Any) -> Any:
         a, b = _as_fp32(a), _as_fp32(b)
@@ -87,11 +106,30 @@ def mend() -> None:
 
     def cast_impl(self: Any, source: Any, target: Any) -> Any:
         kinds = source.dtype.scalar, target.scalar
+        if Widened.bf16 and kinds[1] == tl.bfloat16 and source.data.dtype.kind == "f":
+            return interpreter.TensorHandle(source.data.astype(np.float32), tl.float32)
         if kinds == (tl.float32, tl.bfloat16):
             return interpreter.TensorHandle(bf16_from_fp32(source.data), tl.bfloat16)
         if kinds == (tl.bfloat16, tl.float32):
             return _as_fp32(source)
         return upstream_cast(self, source, target)
+
+    def get_bf16(self: Any, value: float) -> Any:
+        return cast_impl(self, self.get_fp32(value), tl.bfloat16)
+
+    def binary_op(self: Any, left: Any, right: Any, operation: Any) -> Any:
+        if tl.bfloat16 not in (left.dtype.scalar, right.dtype.scalar):
+            return upstream_binary(self, left, right, operation)
+        wide = operation(_as_fp32(left).data, _as_fp32(right).data)
+        if wide.dtype == np.bool_:
+            return interpreter.TensorHandle(wide, tl.bfloat16)
+        return cast_impl(self, interpreter.TensorHandle(wide, tl.float32), tl.bfloat16)
+
+    def unary_op(self: Any, argument: Any, operation: Any) -> Any:
+        if argument.dtype.scalar != tl.bfloat16:
+            return upstream_unary(self, argument, operation)
+        wide = interpreter.TensorHandle(operation(_as_fp32(argument).data), tl.float32)
+        return cast_impl(self, wide, tl.bfloat16)
 
     def create_fp_to_fp(self: Any, source: Any, target: Any, rounding: Any) -> Any:
         if (dtype := _FP8.get(target.scalar)) and rounding == ir.ROUNDING_MODE.RTNE:
@@ -103,18 +141,23 @@ def mend() -> None:
 
     # what follows a mask is called otherwise in each Triton
     def create_masked_load(self: Any, pointers: Any, mask: Any, *others: Any, **named: Any) -> Any:
-        return upstream_load(self, pointers, _of_bools(mask), *others, **named)
+        mask = _of_bools(mask)
+        _tell("read", pointers, mask)
+        return upstream_load(self, pointers, mask, *others, **named)
 
     def create_masked_store(
         self: Any, pointers: Any, value: Any, mask: Any, *others: Any, **named: Any
     ) -> Any:
-        return upstream_store(self, pointers, value, _of_bools(mask), *others, **named)
+        mask = _of_bools(mask)
+        _tell("written", pointers, mask)
+        return upstream_store(self, pointers, value, mask, *others, **named)
 
     builder.create_masked_load = create_masked_load
     builder.create_masked_store = create_masked_store
     builder.create_dot = create_dot
     builder.create_fp_to_fp = create_fp_to_fp
     builder.cast_impl = cast_impl
+    builder.get_bf16, builder.binary_op, builder.unary_op = get_bf16, binary_op, unary_op
     builder.create_descriptor_reduce = _create_descriptor_reduce
     builder._mended_by_tpkernels = True
     for home in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):

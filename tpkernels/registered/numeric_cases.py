@@ -5,7 +5,7 @@ Operands lie in NaN, so that reading outside one shows; sizes straddle the inter
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -21,7 +21,7 @@ from tpkernels.gate.numerics import Frames, NumericCase
 from tpkernels.kernels import launch
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF
 from tpkernels.kernels.bias_grad import bias_grad, sum_partials
-from tpkernels.kernels.interpret import mend
+from tpkernels.kernels.interpret import Widened, accesses, mend
 from tpkernels.kernels.operands import Form
 from tpkernels.kernels.recipe import Format
 from tpkernels.kernels.scaled import Scaled, quantize_ref
@@ -66,10 +66,15 @@ class RandomOperands(Operands):
         return torch.randint(low, high, (count,), dtype=dtype)
 
 
-def prepare(frames: Frames) -> None:
-    """Have a process that interprets multiply bf16 and fp8 as GPUs do, and launchers allocate in frames."""
+def prepare(frames: Frames) -> Callable[[bool], None]:
+    """Have a process that interprets multiply bf16 and fp8 as GPUs do, and launchers allocate in frames.
+
+    Returns the function that says whether casts to bf16 keep all bits of fp32.
+    """
     mend()
     launch.allocate = frames.empty
+    accesses.append(frames.accessed)
+    return lambda wide: setattr(Widened, "bf16", wide)
 
 
 def cases(sizes: Mapping[Form, tuple[int, int, int]] = SIZES) -> Iterator[NumericCase]:

@@ -22,6 +22,8 @@ def scale_kernel(x, y, n, factor, FAULT: tl.constexpr, BLOCK: tl.constexpr):
     loaded = tl.load(x + at, mask=at < n, other=0.0)
     if FAULT == "unmasked_load":
         loaded = loaded + 0 * tl.sum(tl.load(x + at), 0)
+    if FAULT == "hidden_read":
+        loaded = tl.where(at < n, tl.load(x + at), 0.0)
     end = n + (FAULT == "overrun") - (FAULT == "unwritten")
     if FAULT == "input":
         tl.store(x + at, loaded, mask=at < n)
@@ -42,6 +44,28 @@ def pick_kernel(table, index, picked, n, BLOCK: tl.constexpr):
 def copy_kernel(a, b, ROWS: tl.constexpr, COLS: tl.constexpr):
     row, col = tl.program_id(0) * ROWS, tl.program_id(1) * COLS
     b.store([row, col], a.load([row, col]))
+
+@triton.jit
+def sum_kernel(x, y, columns, SUM: tl.constexpr, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), SUM)
+    for start in range(0, columns, BLOCK):
+        total += tl.load(x + row * columns + start + at, mask=start + at < columns, other=0.0).to(SUM)
+    scaled = (tl.sum(total.to(tl.float32), 0) * 0.2).to(tl.bfloat16)
+    tl.store(y + row, scaled)
+
+def row_sum(x):
+    return 0.2 * x.sum(1)
+
+@triton.jit
+def in_bf16_kernel(x, y, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    loaded = tl.load(x + at, mask=at < n, other=0.0)
+    positive = tl.where(loaded > -0.5, loaded + 1.0, -loaded)
+    tl.store(y + at, tl.maximum(positive * 3.0, loaded), mask=at < n)
+
+def in_bf16(x):
+    return 3 * torch.where(x > -0.5, x + 1, -x)
 
 def scale(x, factor):
     assert x.dtype == torch.float64
@@ -114,6 +138,31 @@ COPY = {
 }
 
 
+SUM = {
+    "kernel": "code:sum_kernel",
+    "signature": {"x": "*bf16", "y": "*bf16", "columns": "i32"},
+    "constants": {"SUM": "tl.float32", "BLOCK": 16},
+    "shapes": {"x": ["rows", "columns"], "y": ["rows"]},
+    "grid": ["rows"],
+    "oracle": "code:row_sum",
+    "oracle_sizes": [{"rows": 300, "columns": 45}],
+    "outputs": ["y"],
+    "fill": {"x": "uniform"},
+}
+HALF = SUM | {"constants": {"SUM": "tl.float16", "BLOCK": 16}}
+
+
+IN_BF16 = {
+    **SCALE,
+    "kernel": "code:in_bf16_kernel",
+    "signature": {"x": "*bf16", "y": "*bf16", "n": "i32"},
+    "constants": {"BLOCK": 128},
+    "values": {},
+    "oracle": "code:in_bf16",
+    "tolerance": {"bf16": 5e-3},  # it rounds three times
+}
+
+
 def faulty(fault):
     return SCALE | {"constants": {"FAULT": fault, "BLOCK": 128}}
 
@@ -129,8 +178,16 @@ CASES = {  # table, what fails, what is mistaken
     "off": (with_oracle("off"), r"y is off by 3\.33e\+03 times the bound", None),
     "tolerated": (with_oracle("off") | {"tolerance": {"fp32": 2e-3}}, "", None),
     "other_integers": (PICK | {"oracle": "code:off_by_one"}, "picked differs in 1 of 50 elements", None),
-    "unmasked_load": (faulty("unmasked_load"), "y holds NaN", None),
-    "overrun": (faulty("overrun"), "written outside y", None),
+    "unmasked_load": (faulty("unmasked_load"), r"read outside x \(code.py:12\); y holds NaN", None),
+    "hidden_read": (faulty("hidden_read"), r"read outside x \(code.py:14\)", None),
+    "overrun": (faulty("overrun"), r"written outside y \(code.py:23\)", None),
+    "sum": (SUM, "", None),
+    "sum_in_fp32": (SUM, "", None),
+    "half_in_bf16": (HALF, "", None),  # which hides sums in fp16
+    "half_in_fp32": (HALF, r"y is off by 8\.09 times the bound", None),
+    "copy_in_fp32": (COPY, "", None),
+    "computing_in_bf16": (IN_BF16, "", None),
+    "computing_in_fp32": (IN_BF16, "", None),
     "unwritten": (faulty("unwritten"), "y holds NaN", None),
     "input": (faulty("input"), "writes into x, which is none of its outputs", None),
     "raises": (faulty("raises"), ".*a block of three.*", None),
@@ -151,7 +208,10 @@ def told(tmp_path_factory):
     folder = tmp_path_factory.mktemp("team")
     (folder / "code.py").write_text(CODE)
     items = [
-        {"name": name, "table": own_kernel(name, table).as_table(), "sizes": 0, "prepare": PREPARE}
+        {
+            **{"name": name, "table": own_kernel(name, table).as_table(), "sizes": 0, "prepare": PREPARE},
+            "wide": name.endswith("in_fp32"),
+        }
         for name, (table, _, _) in CASES.items()
     ]
     variables = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

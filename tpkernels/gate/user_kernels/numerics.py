@@ -7,7 +7,7 @@ Operands of a kernel lie in NaN, outputs start as NaN, nothing else may be writt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from inspect import Parameter, signature
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tpkernels.gate.ahead_of_time import undecorated
 from tpkernels.gate.child import one_line_error
-from tpkernels.gate.numerics import BOUND, SEED, Frames, NumericCase, Results, examine, outside
+from tpkernels.gate.numerics import BOUND, SEED, WIDE_BOUND, Frames, NumericCase, Results, examine, outside
 from tpkernels.gate.user_kernels.children import (
     Answer,
     ItemOfChild,
@@ -39,11 +39,10 @@ MARGIN = 65_536  # elements on each side: tiles that reach over an edge stay wit
 
 
 @cache
-def _prepared(prepare: str) -> Frames:
-    """The frames in which launchers allocate."""
+def _prepared(prepare: str) -> tuple[Frames, Callable[[bool], None]]:
+    """The frames in which launchers allocate, and what says whether bf16 keeps all bits of fp32."""
     frames = Frames()
-    imported_attribute("prepare", prepare)(frames)
-    return frames
+    return frames, imported_attribute("prepare", prepare)(frames)
 
 
 @cache
@@ -52,8 +51,11 @@ def _cases(place: str) -> Mapping[str, NumericCase]:
 
 
 def answered(item: ItemOfChild) -> Answer:
-    """item: what to "prepare"; "cases" and the "name" of one, or "name", "table" and which of its "sizes" """
-    frames = _prepared(item["prepare"])
+    """item: what to "prepare"; "cases" and the "name" of one, or "name", "table" and which of its "sizes",
+    and whether it is "wide": bf16 is fp32 then
+    """
+    frames, widen = _prepared(item["prepare"])
+    widen(item.get("wide", False))
     torch.manual_seed(SEED)  # the same operands, whatever else is computed
     case = _cases(item["cases"])[item["name"]] if "cases" in item else case_of(item, frames)
     found = examine(case, frames)
@@ -64,9 +66,12 @@ def case_of(item: ItemOfChild, frames: Frames) -> NumericCase:
     """item: "name", "table" and which of its "sizes" """
     own = own_kernel(item["name"], item["table"])
     values = own.at(own.computed[item["sizes"]], PROCESSORS)
-    tensors = {name: _framed(own, name, values, frames) for name in own.tensors}
+    wide = item.get("wide", False)
+    tensors = {name: _framed(own, name, values, frames, wide) for name in own.tensors}
     exact = _expected(own, values, tensors)
     bounds = {**BOUND, **{dtype_of(name): bound for name, bound in own.tolerance.items()}}
+    if wide:  # what is allowed more in bf16 is so here
+        bounds[torch.float32] = max(WIDE_BOUND, WIDE_BOUND * bounds[torch.bfloat16] / BOUND[torch.bfloat16])
     for name in exact:
         if tensors[name].is_floating_point() and tensors[name].dtype not in bounds:
             dtype = own.tensors[name].dtype
@@ -79,8 +84,10 @@ def case_of(item: ItemOfChild, frames: Frames) -> NumericCase:
     return NumericCase(own.name, run, bounds)
 
 
-def _framed(own: OwnKernel, name: str, values: Values, frames: Frames) -> Tensor:
+def _framed(own: OwnKernel, name: str, values: Values, frames: Frames, wide: bool) -> Tensor:
     dtype, is_output = dtype_of(own.tensors[name].dtype), name in own.outputs
+    if wide and dtype == torch.bfloat16:
+        dtype = torch.float32
     shape, fill = values.shapes[name], own.fill.get(name)
     if fill is None and is_output:
         content = torch.full(shape, outside(dtype), dtype=dtype)
