@@ -55,7 +55,8 @@ def section(results: Sequence[Result]) -> str:
         found = [one for one in results if one.stage == part.stage and one.values and one.name != STAGE]
         if rows := [*part.rows(found, machine)]:
             parts += [f"### {part.title}", _table(part.head, rows)]
-    failed = [(one.stage, one.name, one.error) for one in _cases(results) if one.status == "failed"]
+    bad = (one for one in results if one.status in ("failed", "out of time") and one.name != STAGE)
+    failed = [(one.stage, one.name, one.error or one.status) for one in bad]
     if failed:
         parts += ["### What failed", _table(("stage", "case", "error"), failed)]
     return "\n\n".join(parts)

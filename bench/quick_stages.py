@@ -83,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.stage not in STAGES:
         return run_tests(options.stage, options.words, options.out)
+    os.environ.pop("TRITON_INTERPRET", None)
     if options.rehearse and options.stage not in COMPILING:
         os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported
     device, failed, began = StandIn() if options.rehearse else Cuda(), False, time.monotonic()
@@ -175,17 +176,21 @@ def model_calls(device: str, tensor: int) -> list[PrimitiveCall]:
 
 @cache
 def compiled_calls(target: Target, device: str) -> Mapping[str, Callable[[], object]]:
-    """Calls on the meta device by name: the numeric cases, and candidates of the model's products."""
+    """Calls on the meta device by name: the numeric cases, and candidates of what is timed."""
     from tpkernels.dispatch.candidates import candidates, tune_key
+    from tpkernels.dispatch.products import PRODUCTS
+    from tpkernels.dispatch.record import Layer
 
     calls: dict[str, Callable[[], object]] = {case.name: case.run for case in numeric_cases("cuda", target)}
-    for tensor in TENSOR_SIZES:
-        for record, arguments in model_calls("cuda", tensor):
-            key = tune_key(record, *arguments)
-            for one in candidates(record, key, target):
-                if one.tile is not None:  # of other shapes it is the same kernel
-                    name = "/".join((record.name, *key.options, one.name))
-                    calls.setdefault(name, partial(one.run, *arguments))
+    timed = [call for tensor in TENSOR_SIZES for call in model_calls("cuda", tensor)]
+    tiny = Layer(4, 16, 16, torch.float32)  # as in `host_time`
+    timed += [(PRODUCTS[name], PRODUCTS[name].sample(tiny)) for name in ("linear", "dgrad", "wgrad")]
+    for record, arguments in timed:
+        key = tune_key(record, *arguments)
+        for one in candidates(record, key, target):
+            if one.tile is not None:  # of other shapes it is the same kernel
+                name = "/".join((record.name, *key.options, one.name))
+                calls.setdefault(name, partial(one.run, *arguments))
     if device == "cpu":
         names = list(calls)
         return {name: calls[name] for name in (names[0], names[-1])}
@@ -238,8 +243,6 @@ def registers(device: Device, out: Path, what: str) -> Iterator[Found]:
     """What each kernel that was compiled takes of an SM; or what ncu says of three."""
     if what == "ncu":
         yield from _ncu(out, device.name == "cpu")
-    elif what == "launches":
-        _launch_three(device)
     else:
         yield from _resources_of_all(out, device.name)
 
@@ -281,9 +284,17 @@ def _ncu(out: Path, rehearse: bool) -> Iterator[Found]:
         yield Found("ncu", skipped="ncu is not on the PATH; it comes with the CUDA toolkit")
         return
     sections = [word for section in NCU_SECTIONS for word in ("--section", section)]
-    program = [sys.executable, "-m", "bench.quick_stages", *["--rehearse"] * rehearse, "--out", str(out)]
+    program = [
+        sys.executable,
+        "-m",
+        "bench.quick_stages",
+        *["--rehearse"] * rehearse,
+        "--out",
+        str(out),
+        "launches",
+    ]
     asked = ["--csv", "--page", "details", *sections, "--kernel-name", f"regex:{NCU_KERNELS}"]
-    command = [tool, *asked, "--launch-count", "3", *program, "registers", "launches"]
+    command = [tool, *asked, "--launch-count", "3", *program]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     kernels: dict[str, dict[str, str]] = {}
     for row in csv.DictReader(line for line in ran.stdout.splitlines() if line.startswith('"')):
@@ -295,7 +306,8 @@ def _ncu(out: Path, rehearse: bool) -> Iterator[Found]:
         yield Found("ncu", error=f"exit code {ran.returncode}: {ran.stdout[-500:].strip()}")
 
 
-def _launch_three(device: Device) -> None:
+def launches(device: Device, out: Path) -> Iterator[Found]:
+    """Launches of the kernels that ncu looks at; of them there is nothing to say."""
     from tpkernels.kernels.glu import glu_fwd
     from tpkernels.kernels.linear import linear_fwd
     from tpkernels.kernels.wgrad import wgrad
@@ -307,6 +319,7 @@ def _launch_three(device: Device) -> None:
     glu_fwd(x, gate, up)
     wgrad(y, x)
     device.synchronize()
+    yield from ()
 
 
 def launchers(device: Device, out: Path, launcher: str) -> Iterator[Found]:
@@ -463,7 +476,8 @@ def host_time(device: Device, out: Path) -> Iterator[Found]:
 
 
 STAGES: Mapping[str, Callable[..., Iterator[Found]]] = {
-    one.__name__: one for one in (build, launchers, reserved_sms, products, overlap, host_time, registers)
+    one.__name__: one
+    for one in (build, launchers, reserved_sms, products, overlap, host_time, registers, launches)
 }
 COMPILING = ("build", "registers")
 
