@@ -68,6 +68,7 @@ def main(options: Namespace) -> int:
         raise BadUse(f"{why}; --dry-run shows what would be done, --rehearse does a little of it on a CPU")
     if Path.cwd() != ROOT:
         raise BadUse(f"expected to be called in {ROOT}, where `python setup.py` and the tests are")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # processes share the cores
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     outcomes = run_stages(stages, options.out, resume=options.resume)
     return 0 if all(status in ("passed", "skipped") for status in outcomes.values()) else 1

@@ -134,14 +134,25 @@ def build(device: Device, out: Path, command: str) -> Iterator[Found]:
     yield Found("machine", facts | {"command": command, "date": date, "revision": revision()})
     target = Target(**facts["target"])
     names = list(compiled_calls(target, device.name))
-    results = results_of(
-        partial(_compile, target, device.name, out), names, os.cpu_count() or 1, lambda _: None, DIED
-    )
-    for name, error in zip(names, results, strict=True):
-        if error == DIED:  # others have said so
-            yield Found(name, error=error)
-    failed = sum(map(bool, results))
-    yield Found("calls", {"calls": len(names)}, f"{failed} of {len(names)} do not compile" * bool(failed))
+    yield from in_processes("build", partial(_keys, target, device.name), names, out)
+
+
+def in_processes(
+    stage: str, work: Callable[[str], Mapping[str, Any]], names: Sequence[str], out: Path
+) -> Iterator[Found]:
+    """A process for each core writes the lines of what it does; then there is one of how many failed."""
+    written = partial(_written, stage, work, out)
+    errors = results_of(written, names, os.cpu_count() or 1, lambda _: None, DIED)
+    yield from (Found(name, error=error) for name, error in zip(names, errors, strict=True) if error == DIED)
+    failed = sum(map(bool, errors))
+    yield Found("all", {"count": len(names)}, f"{failed} of {len(names)} failed" * bool(failed))
+
+
+def _written(stage: str, work: Callable[[str], Mapping[str, Any]], out: Path, name: str) -> str:
+    began = time.monotonic()
+    found = attempted(name, partial(work, name))
+    found.write(stage, began, out)
+    return found.error
 
 
 def _facts(device: Device) -> dict[str, Any]:
@@ -231,12 +242,8 @@ def compiled(target: Target, device: str, name: str) -> list[Any]:
     ]
 
 
-def _compile(target: Target, device: str, out: Path, name: str) -> str:
-    """Work for one of the processes, which writes its line; returns why it failed, or ""."""
-    began = time.monotonic()
-    found = attempted(name, lambda: {"kernels": [one.hash for one in compiled(target, device, name)]})
-    found.write("build", began, out)
-    return found.error
+def _keys(target: Target, device: str, name: str) -> Mapping[str, Any]:
+    return {"kernels": [one.hash for one in compiled(target, device, name)]}
 
 
 def registers(device: Device, out: Path, what: str) -> Iterator[Found]:
@@ -248,34 +255,25 @@ def registers(device: Device, out: Path, what: str) -> Iterator[Found]:
 
 
 def _resources_of_all(out: Path, device: str) -> Iterator[Found]:
-    lines = [one for one in results_in(out / RESULTS) if one.stage == "build" and one.status == "passed"]
-    (target,) = (Target(**one.values["target"]) for one in lines if one.name == "machine")
+    lines = {one.name: one.values for one in results_in(out / RESULTS) if one.stage == "build"}
+    if "machine" not in lines:
+        yield Found("all", skipped="stage build has compiled nothing")
+        return
     first: dict[str, str] = {}  # of a kernel that several calls launch
-    for one in lines:
-        for kernel in one.values.get("kernels", ()):
-            first.setdefault(kernel, one.name)
-    wanted = [(name, kernel) for kernel, name in first.items()]
+    for name, values in lines.items():
+        for kernel in values.get("kernels", ()):
+            first.setdefault(kernel, name)
+    target = Target(**lines["machine"]["target"])
     compiled_calls(target, device)  # made once, before processes are forked
-    errors = results_of(
-        partial(_resources, target, device, out), wanted, os.cpu_count() or 1, lambda _: None, DIED
-    )
-    failed = sum(map(bool, errors))
-    yield Found("kernels", {"kernels": len(wanted)}, f"{failed} could not be read" * bool(failed))
+    names = [f"{name} {kernel}" for kernel, name in first.items()]
+    yield from in_processes("registers", partial(_resources, target, device), names, out)
 
 
-def _resources(target: Target, device: str, out: Path, wanted: tuple[str, str]) -> str:
-    """Work for one of the processes, which writes its line."""
-    name, kernel = wanted
-    began = time.monotonic()
-
-    def read() -> Mapping[str, Any]:
-        (one,) = (one for one in compiled(target, device, name) if one.hash == kernel)
-        facts = nvidia_facts(one, 0.0, f"sm_{target.capability}").as_json()
-        return {"kernel": one.name} | {field: facts[field] for field in RESOURCES}
-
-    found = attempted(f"{name} {kernel[:12]}", read)
-    found.write("registers", began, out)
-    return found.error
+def _resources(target: Target, device: str, name: str) -> Mapping[str, Any]:
+    call, _, kernel = name.partition(" ")
+    (one,) = (one for one in compiled(target, device, call) if one.hash == kernel)
+    facts = nvidia_facts(one, 0.0, f"sm_{target.capability}").as_json()
+    return {"kernel": one.name} | {field: facts[field] for field in RESOURCES}
 
 
 def _ncu(out: Path, rehearse: bool) -> Iterator[Found]:
@@ -284,17 +282,9 @@ def _ncu(out: Path, rehearse: bool) -> Iterator[Found]:
         yield Found("ncu", skipped="ncu is not on the PATH; it comes with the CUDA toolkit")
         return
     sections = [word for section in NCU_SECTIONS for word in ("--section", section)]
-    program = [
-        sys.executable,
-        "-m",
-        "bench.quick_stages",
-        *["--rehearse"] * rehearse,
-        "--out",
-        str(out),
-        "launches",
-    ]
     asked = ["--csv", "--page", "details", *sections, "--kernel-name", f"regex:{NCU_KERNELS}"]
-    command = [tool, *asked, "--launch-count", "3", *program]
+    program = [sys.executable, "-m", "bench.quick_stages", *["--rehearse"] * rehearse, "--out", str(out)]
+    command = [tool, *asked, "--launch-count", "3", *program, "launches"]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     kernels: dict[str, dict[str, str]] = {}
     for row in csv.DictReader(line for line in ran.stdout.splitlines() if line.startswith('"')):

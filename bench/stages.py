@@ -86,7 +86,10 @@ def run_stages(stages: Sequence[Stage], out: Path, *, resume: bool = False) -> d
     resume: leave out what passed before
     """
     out.mkdir(parents=True, exist_ok=True)
-    before = results_in(out / RESULTS) if (out / RESULTS).exists() else []
+    try:
+        before = results_in(out / RESULTS)
+    except (OSError, ValueError):  # none yet, or not of ours
+        before = []
     passed = {one.stage for one in before if resume and one.name == STAGE and one.status == "passed"}
     stages = [stage for stage in stages if stage.name not in passed]
     anew = {stage.name for stage in stages}
