@@ -88,7 +88,7 @@ def plan(stages: Sequence[Stage]) -> list[str]:
             lines += [f"  {shlex.join(command)}" for command in stage.commands().values()]
         except CannotRun as why:
             lines.append(f"  left out now: {why}")
-    lines.append(f"in all at most {sum(stage.limit + GRACE for stage in stages):.0f} s")
+    lines.append(f"in all at most {sum(stage.limit + 2 * GRACE for stage in stages):.0f} s")
     return lines
 
 

@@ -45,10 +45,11 @@ def section(results: Sequence[Result]) -> str:
     if machine["stands_in"]:
         raise BadUse("expected results of a GPU, got those of a rehearsal, in which nothing was measured")
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "cuda", "triton", "python"))
+    commit = machine["revision"] or "unknown"
     parts = [
         HEADING,
-        f"{machine['gpu']}, {machine['date'][:10]}, `{machine['command']}`, commit {machine['revision']}, "
-        f"{versions}. All figures were measured in this one run on one GPU, but those headed *model*.",
+        f"{machine['gpu']}, {machine['date'][:10]}, `{machine['command']}`, commit {commit}, {versions}. "
+        "All figures were measured in this one run on one GPU, but those headed *model*.",
         _table(("stage", "result", "seconds", "passed", "failed", "skipped"), [*_stages(results)]),
     ]
     for part in PARTS:

@@ -184,7 +184,8 @@ def _run(
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(GRACE)
             _signal(process, signal.SIGKILL)  # whatever it started
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # a driver may hold what was killed
+                process.wait(GRACE)
         file.seek(0)
         said = file.read().decode(errors="replace")
     with (out / LOG).open("a", encoding="utf-8") as log:

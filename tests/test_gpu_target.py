@@ -85,8 +85,8 @@ def files(lines: list[str]) -> set[str]:
 def test_quick_stages_take_nine_minutes_at_most():
     quick = made("QUICK=1")
     assert list(limits(quick).items()) == list(QUICK.items())
-    assert sum(limit + GRACE for limit in QUICK.values()) <= 540
-    assert quick[-1] == f"in all at most {sum(limit + GRACE for limit in QUICK.values()):.0f} s"
+    assert sum(limit + 2 * GRACE for limit in QUICK.values()) <= 540
+    assert quick[-1] == f"in all at most {sum(limit + 2 * GRACE for limit in QUICK.values()):.0f} s"
 
 
 def test_the_long_run_begins_with_the_quick_stages(lines):
@@ -289,7 +289,7 @@ def test_a_rehearsal_says_that_it_is_none_of_a_gpu(rehearsal):
 
 
 VALUES = {  # stage, part of a name: what is said of it
-    ("build", "linear_fwd/descriptor"): {"kernels"},
+    ("build", "segment_sum/descriptor"): {"kernels"},
     ("launchers", "linear_fwd/"): {"of_bound"},
     ("reserved_sms", "cublas"): {"alone", "beside", "reserved", "obeys"},
     ("products", "tp8 linear"): {
@@ -307,7 +307,7 @@ VALUES = {  # stage, part of a name: what is said of it
     ("products", "fp8"): {"ms", "tflops", "flops"},
     ("overlap", "transfer 1"): {"milliseconds", "efficiency", "control_efficiency", "shape", "link"},
     ("host_time", "forward ours captured"): {"us", "calls"},
-    ("registers", "linear_fwd/descriptor"): {"registers", "spills", "shared", "blocks", "kernel"},
+    ("registers", "segment_sum/descriptor"): {"registers", "spills", "shared", "blocks", "kernel"},
     ("registers", "ncu _wgrad_kernel"): {"Duration us"},
 }
 
