@@ -49,8 +49,8 @@ def section(results: Sequence[Result]) -> str:
     parts = [
         HEADING,
         f"{machine['gpu']}, {machine['date'][:10]}, `{machine['command']}`, commit {commit}, {versions}. "
-        "All figures were measured in this one run on one GPU, but those headed *model*.",
-        _table(("stage", "result", "seconds", "passed", "failed", "skipped"), [*_stages(results)]),
+        "All figures were measured there, but those headed *model*.",
+        _table(("stage", "begun", "result", "seconds", "passed", "failed", "skipped"), [*_stages(results)]),
     ]
     for part in PARTS:
         found = [one for one in results if one.stage == part.stage and one.values and one.name != STAGE]
@@ -84,7 +84,7 @@ def _stages(results: Sequence[Result]) -> Iterator[Row]:
     for stage in (one for one in results if one.name == STAGE):
         statuses = [one.status for one in _cases(results) if one.stage == stage.stage]
         counts = (statuses.count(status) for status in ("passed", "failed", "skipped"))
-        yield stage.stage, stage.status, stage.seconds, *counts
+        yield stage.stage, stage.values["begun"], stage.status, stage.seconds, *counts
 
 
 def _launchers(found: Sequence[Result], machine: Machine) -> Iterator[Row]:
@@ -111,12 +111,15 @@ def _products(found: Sequence[Result], machine: Machine) -> Iterator[Row]:
         best, usual = (min(names, key=ms.__getitem__, default="") for names in (ours, torchs))
         ratio = ms[usual] / ms[best] if best and usual else "none of ours"
         bound = rate if rate and one.values["dtype"] == "bfloat16" else "unknown"
-        yield one.name, tflops.get(usual, "none"), tflops.get(best, "none"), ratio, best, bound
+        beside = one.values.get("company")
+        name = f"{one.name}, beside {beside}" if beside else one.name
+        yield name, tflops.get(usual, "none"), tflops.get(best, "none"), ratio, best, bound
 
 
 def _overlap(found: Sequence[Result], machine: Machine) -> Iterator[Row]:
     for one in found:
-        if times := one.values.get("milliseconds"):
+        if one.status == "passed":
+            times = one.values["milliseconds"]
             names = ("product", "transfer", "sequential", "overlapped")
             yield one.name, *(f"{times[name]:.3g} ms" for name in names), one.values["efficiency"]
 

@@ -109,7 +109,7 @@ def run_stages(stages: Sequence[Stage], out: Path, *, resume: bool = False) -> d
 def run_stage(stage: Stage, out: Path) -> Status:
     """Run a stage's commands, and write a line of each and of the stage."""
     print(f"{stage.name}: at most {stage.limit:.0f} s", flush=True)
-    start = time.monotonic()
+    start, begun = time.monotonic(), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     status: Status = "failed"
     error = "interrupted"
     try:
@@ -118,7 +118,8 @@ def run_stage(stage: Stage, out: Path) -> Status:
         status, error = "skipped", str(why)
     finally:
         seconds = round(time.monotonic() - start, 2)
-        Result(stage.name, STAGE, status, seconds, {"limit": stage.limit}, error).write(out)
+        values = {"limit": stage.limit, "begun": begun}
+        Result(stage.name, STAGE, status, seconds, values, error).write(out)
         reason = f": {error}" if error else ""
         print(f"{stage.name}: {status} after {seconds:.0f} s{reason}", flush=True)
     return status

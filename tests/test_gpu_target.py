@@ -203,17 +203,27 @@ def test_every_test_of_virtual_ranks_is_in_order():
 
 
 @pytest.fixture(scope="module")
-def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rehearsal(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
     """The folder of a rehearsal in which a process hangs, one crashes, and one is killed."""
     if torch.cuda.is_available():
         pytest.skip("a GPU is there: `make gpu` is no rehearsal")
-    out = tmp_path_factory.mktemp("gpu")
+    base = tmp_path_factory.getbasetemp()  # of a worker of xdist it lies in that of the run
+    shared = base.parent if hasattr(pytestconfig, "workerinput") else base
+    out, done = shared / "rehearsal", shared / "rehearsed"
+    try:
+        out.mkdir()
+    except FileExistsError:  # of another worker
+        until(done.exists, 600)
+        return out
     stages = gpu.quick_stages(out, "make gpu QUICK=1 REHEARSE=1", 2, rehearse=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         patch.setenv("PATH", f"{fake_ncu(tmp_path_factory.mktemp('bin'))}:{os.environ['PATH']}")
-        run_stages([with_its_fault(stage, out) for stage in stages], out)
+        try:
+            run_stages([with_its_fault(stage, out) for stage in stages], out)
+        finally:
+            done.touch()
     return out
 
 
