@@ -156,8 +156,8 @@ mutants: $(READY) ## plant faults of one line, and see which of them the tests n
 bench-overlap: $(READY) ## what communication hides behind computation, on a throttled link; needs root
 	$(BIN)/python -m pytest -s bench/test_overlap.py
 
-gpu: ## on a machine with a GPU, with its own Python and torch: tests, tuning, benchmarks, gate; JSON into out/gpu
-	@$(PYTHON) -m bench gpu $(if $(STAGES),--stages $(STAGES)) $(if $(RESUME),--resume) $(if $(DRY_RUN),--dry-run)
+gpu: ## on a machine with a GPU, with its own Python and torch: kernels, times, tests, gate; JSON into OUT or out/gpu; QUICK=1: nine minutes
+	@exec $(PYTHON) -m bench gpu $(if $(QUICK),--quick) $(if $(REHEARSE),--rehearse) $(if $(STAGES),--stages $(STAGES)) $(if $(RESUME),--resume) $(if $(DRY_RUN),--dry-run)
 
 wheel: $(READY) ## dist/tpkernels-*.whl, for every Python and torch: it builds its C++ extension at first use
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build --wheel

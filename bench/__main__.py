@@ -17,6 +17,7 @@ COMMANDS = {
     "peers": "ours against the libraries that run on a CPU, as a table",
     "buckets": "gradient buckets against both forms of DistributedDataParallel, as a table",
     "gpu": "all that is to be done on a machine with a GPU, in stages",
+    "measured": "write what a run of `gpu` measured into docs/measured.md",
 }
 
 

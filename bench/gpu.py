@@ -1,46 +1,60 @@
 """`python -m bench gpu`: all that is to be done on a machine with a GPU, in stages with limits.
 
-Tests come before `qualify`, that before tuning, tuning before benchmarks, so that nothing is timed next to
-something else. Kernels come first and alone: on wrong ones nothing else is worth trying, and compiling them
-takes most of the time. A stage can be run again alone, and one that fails does not lose the others.
+The first stages take less than ten minutes together, and answer most: `--quick` runs no more. Within them
+kernels are compiled, then compared with float64, then timed, so that nothing is timed next to something else.
+The others follow: all tests, `qualify`, the benchmarks and their gate. A stage can be run again alone.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
+import signal
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from bench.baseline import path_for
 from bench.results import BadFile, read, slug
-from bench.shapes import GPU_SET, sizes_of
-from bench.stages import CannotRun, Command, Stage, run_stages
+from bench.stages import GRACE, CannotRun, Command, Stage, run_stages
 from tpkernels.cli import BadUse
 
 ROOT = Path(__file__).parents[1]
-JOBS = 8  # test files at once: compiling kernels is most of their work, and takes one core each
+JOBS = 12  # processes at once, where nothing is timed: compiling and importing take one core each
 KERNELS, OTHERS = "kernels", ("ops", "dispatch", "comm")  # rooms of tests
-CALL = 590  # seconds: machines are lent for 600 at a time, and to end what hangs takes some
 NO_TESTS = 5  # pytest's exit code for a file that is skipped as a whole
+# virtual ranks on one GPU: tests of flags and rows, by what `pytest -k` takes
+ORDER_TESTS = "tests/ops/test_on_gpu.py"
+ORDER = {
+    "eager": "virtual_ranks or stores_into",
+    "captured": "captured_call",
+    "late": "never_come",
+    "delayed": "1000_delayed",
+}
 SANITIZED_CASES = "ragged and bf16"  # each access is checked, which takes long
 SANITIZED = ("tests/kernels/test_product_launchers.py", "tests/kernels/test_wgrad.py")
 
 
 def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
-    parser.add_argument("--stages", metavar="LIST", help="these only, such as kernels,tune; else all")
+    parser.add_argument("--quick", action="store_true", help="only what takes less than ten minutes")
+    parser.add_argument("--stages", metavar="LIST", help="these only, such as build,launchers; else all")
     parser.add_argument("--resume", action="store_true", help="leave out what passed before")
     parser.add_argument("--dry-run", action="store_true", help="print commands and limits, and run nothing")
-    parser.add_argument("--jobs", type=int, default=JOBS, metavar="N", help=f"test files at once ({JOBS})")
-    parser.add_argument(
-        "--out", type=Path, default=Path("out/gpu"), metavar="FOLDER", help="for what is found"
-    )
+    rehearse = "the quick stages on a CPU that stands in for a GPU: a little of each"
+    parser.add_argument("--rehearse", action="store_true", help=rehearse)
+    parser.add_argument("--jobs", type=int, default=JOBS, metavar="N", help=f"processes at once ({JOBS})")
+    out = Path(os.environ.get("OUT") or "out/gpu")
+    parser.add_argument("--out", type=Path, default=out, metavar="FOLDER", help="for what is found")
 
 
 def main(options: Namespace) -> int:
-    stages = stages_of(options.out, options.jobs)
+    command = shlex.join(["python", "-m", "bench", "gpu", *options.words])
+    stages = quick_stages(options.out, command, options.jobs, rehearse=options.rehearse)
+    if not (options.quick or options.rehearse):
+        stages += long_stages(options.out, options.jobs)
     if options.stages is not None:
         known = {stage.name: stage for stage in stages}
         names = options.stages.split(",")
@@ -50,12 +64,14 @@ def main(options: Namespace) -> int:
     if options.dry_run:
         print("\n".join(plan(stages)))
         return 0
-    if why := no_gpu():
-        raise BadUse(f"{why}; --dry-run shows what would be done")
+    if not options.rehearse and (why := no_gpu()):
+        raise BadUse(f"{why}; --dry-run shows what would be done, --rehearse does a little of it on a CPU")
     if Path.cwd() != ROOT:
         raise BadUse(f"expected to be called in {ROOT}, where `python setup.py` and the tests are")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # processes share the cores
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     outcomes = run_stages(stages, options.out, resume=options.resume)
-    return 0 if all(outcome.status in ("passed", "skipped") for outcome in outcomes.values()) else 1
+    return 0 if all(status in ("passed", "skipped") for status in outcomes.values()) else 1
 
 
 def no_gpu() -> str | None:
@@ -69,87 +85,97 @@ def plan(stages: Sequence[Stage]) -> list[str]:
     for stage in stages:
         lines.append(f"{stage.name}: at most {stage.limit:.0f} s, {stage.jobs} at once")
         try:
-            lines += [f"  {shlex.join(command)}" for command in stage.commands()]
+            lines += [f"  {shlex.join(command)}" for command in stage.commands().values()]
         except CannotRun as why:
             lines.append(f"  left out now: {why}")
-    lines.append(f"in all at most {sum(stage.limit for stage in stages):.0f} s")
-    for call in calls(stages):
-        names = ",".join(stage.name for stage in call)
-        lines.append(f"in a call of its own: STAGES={names}, at most {sum(s.limit for s in call):.0f} s")
+    lines.append(f"in all at most {sum(stage.limit + 2 * GRACE for stage in stages):.0f} s")
     return lines
 
 
-def calls(stages: Sequence[Stage]) -> list[list[Stage]]:
-    """The stages in their order, in as few calls as CALL allows."""
-    packed: list[list[Stage]] = []
-    for stage in stages:
-        if not packed or sum(one.limit for one in packed[-1]) + stage.limit > CALL:
-            packed.append([])
-        packed[-1].append(stage)
-    return packed
+def program(out: Path, stage: str, *words: str, rehearse: bool = False) -> Command:
+    rehearsed = ["--rehearse"] * rehearse
+    return [sys.executable, "-m", "bench.quick_stages", *rehearsed, "--out", str(out), stage, *words]
 
 
-def stages_of(out: Path, jobs: int) -> list[Stage]:
-    """In their order. out: each stage writes into a folder of its name there"""
+def quick_stages(out: Path, command: str, jobs: int, *, rehearse: bool = False) -> list[Stage]:
+    """In their order. command: that was given, for the record"""
+
+    def parts(stage: str, *names: str) -> Mapping[str, Command]:
+        return {name: program(out, stage, name, rehearse=rehearse) for name in names}
+
+    def alone(stage: str) -> Mapping[str, Command]:
+        return {stage: program(out, stage, rehearse=rehearse)}
+
+    def build() -> Mapping[str, Command]:
+        extension = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        if rehearse:  # that it is asked for rightly
+            extension.append("--help")
+        return {"kernels": program(out, "build", command, rehearse=rehearse), "extension": extension}
+
+    def launchers() -> Mapping[str, Command]:
+        from bench.quick_stages import REHEARSED_LAUNCHERS, launcher_names
+
+        return parts("launchers", *(REHEARSED_LAUNCHERS if rehearse else launcher_names()))
+
+    def order() -> Mapping[str, Command]:
+        return {name: program(out, "order", ORDER_TESTS, "-k", tests) for name, tests in ORDER.items()}
+
+    return [
+        Stage("build", 40, build, jobs=2),
+        Stage("launchers", 75, launchers, jobs),
+        Stage("order", 40, order, jobs=len(ORDER)),
+        Stage("reserved_sms", 45, lambda: alone("reserved_sms")),
+        Stage("products", 150, lambda: parts("products", "8", "1", "ops")),
+        Stage("overlap", 40, lambda: alone("overlap")),
+        Stage("host_time", 30, lambda: alone("host_time")),
+        Stage("registers", 30, lambda: parts("registers", "compiled", "ncu")),
+    ]
+
+
+def long_stages(out: Path, jobs: int) -> list[Stage]:
+    """What follows, in its order. out: each writes its files there"""
     python = sys.executable
     bench = (python, "-m", "bench")
-    results = out / "bench" / "bench.json"
+    results = out / "bench.json"
 
-    def build() -> list[Command]:
-        return [[python, "setup.py", "-q", "build_ext", "--inplace"]]
+    def tests(stage: str, files: Sequence[str]) -> Mapping[str, Command]:
+        return {file: program(out, stage, file) for file in files}
 
-    def tests(stage: str, files: Sequence[str]) -> list[Command]:
-        def report(file: str) -> str:
-            return str(out / stage / Path(file).with_suffix(".xml"))
-
-        return [[python, "-m", "pytest", "-q", f"--junitxml={report(file)}", file] for file in files]
-
-    def sanitizer() -> list[Command]:
+    def sanitizer() -> Mapping[str, Command]:
         tool = shutil.which("compute-sanitizer")
         if tool is None:
             raise CannotRun("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
         checked = (tool, "--tool", "memcheck", "--error-exitcode", "1", "--target-processes", "all")
-        return [[*checked, python, "-m", "pytest", "-q", "-k", SANITIZED_CASES, file] for file in SANITIZED]
+        pytest = (python, "-m", "pytest", "-q", "-k", SANITIZED_CASES)
+        return {file: [*checked, *pytest, file] for file in SANITIZED}
 
-    def qualify() -> list[Command]:
-        file = str(out / "qualify" / "qualify.json")
-        return [[python, "-m", "tpkernels", "qualify", "--seconds", "120", "--json", file]]
+    def qualify() -> Mapping[str, Command]:
+        words = ("--seconds", "60", "--json", str(out / "qualify.json"))
+        return {"qualify": [python, "-m", "tpkernels", "qualify", *words]}
 
-    def tune() -> list[Command]:
-        file = str(out / "tune" / "tune.json")
-        # what is left then, benchmarks choose for themselves where they come to it
-        few = ("--no-bias", "--seconds", "180", "--json", file)
-        return [[python, "-m", "tpkernels", "tune", "--shapes", sizes_of(GPU_SET), *few]]
+    def benchmarks() -> Mapping[str, Command]:
+        if find_spec("pytest_benchmark") is None:
+            raise CannotRun("pytest-benchmark is not installed")
+        # candidates that were not timed yet are timed where a case comes to them
+        return {"run": [*bench, "run", "--gpu-set", "--seconds", "150", "-o", str(results)]}
 
-    def benchmarks() -> list[Command]:
-        return [
-            [*bench, "run", "--gpu-set", "--seconds", "95", "-o", str(results)],
-            [python, "-m", "bench.cases.overlap", "--json", str(out / "bench" / "overlap.json")],
-        ]
-
-    def gate() -> list[Command]:
-        device = device_of(results)
+    def gate() -> Mapping[str, Command]:
+        device, report = device_of(results), str(out / "gate.json")
         if path_for(device).exists():
-            report = str(out / "gate" / "gate.json")
-            return [[*bench, "gate", "--skip", "kernels", "--repeat", "2", "--json", report, str(results)]]
-        first = str(out / "gate" / f"{slug(device)}.json")  # to be looked at, and put into bench/baselines
-        return [[*bench, "gate", "--update", "--baseline", first, str(results)]]
-
-    def report() -> list[Command]:
-        device_of(results)
-        return [[*bench, "report", str(results), "-o", str(out / "report" / "index.html")]]
+            words = ["--skip", "kernels", "--repeat", "2", "--json", report]
+        else:  # the first baseline, to be looked at, and put into bench/baselines
+            words = ["--update", "--baseline", str(out / f"{slug(device)}.json")]
+        page = [*bench, "report", str(results), "-o", str(out / "index.html")]
+        return {"gate": [*bench, "gate", *words, str(results)], "report": page}
 
     fine = frozenset({0, NO_TESTS})
     return [
-        Stage("build", 75, build),
-        Stage("kernels", 500, lambda: tests("kernels", kernel_tests()), jobs, fine),
+        Stage("kernels", 400, lambda: tests("kernels", kernel_tests()), jobs, fine),
         Stage("tests", 290, lambda: tests("tests", other_tests()), jobs, fine),
         Stage("sanitizer", 60, sanitizer, jobs=len(SANITIZED)),
-        Stage("qualify", 240, qualify),
-        Stage("tune", 210, tune),
+        Stage("qualify", 150, qualify),
         Stage("bench", 210, benchmarks),
-        Stage("gate", 90, gate),
-        Stage("report", 30, report),
+        Stage("gate", 120, gate),
     ]
 
 

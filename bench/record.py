@@ -6,23 +6,17 @@ Also as lines of text, by op and shape.
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from itertools import cycle, groupby
-from pathlib import Path
 
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench.case import Work
+from bench.device import revision, versions
 from bench.measure import Comparison, Seconds
 from bench.results import Info, duration
 from bench.shapes import this_gpu
-
-ROOT = Path(__file__).parents[1]
 
 
 class PastRounds:
@@ -101,24 +95,3 @@ def roofline(work: Work, best: float) -> float | None:
     if gpu is None or work.flops is None or work.bytes is None:
         return None
     return round(gpu.floor(work.flops, work.bytes) / best, 4)
-
-
-@cache
-def versions() -> dict[str, str | None]:
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = None
-    found = {"python": sys.version.split()[0], "torch": torch.__version__, "triton": triton}
-    return found | {"cuda": torch.version.cuda if torch.cuda.is_available() else None}
-
-
-@cache
-def revision() -> str | None:
-    """The commit, with + after it where files differ from it."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
-    try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except OSError:  # no git
-        return None
-    return ran.stdout.strip() or None

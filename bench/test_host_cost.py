@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from bench.case import Case, Work
+from bench.cases.host_cost import PASSES, ways
 from bench.measure import Seconds
-from tpkernels import ops
 
-PROMISED = {"forward": 1 / 2, "forward_backward": 1 / 1.3, "inference": 1 / 2}
+PROMISED = dict(zip(PASSES, (1 / 2, 1 / 1.3, 1 / 2), strict=True))
 
 
 @pytest.mark.smoke
 @pytest.mark.gpu_set
-@pytest.mark.parametrize("pass_", PROMISED)
+@pytest.mark.parametrize("pass_", PASSES)
 def test_host_cost(record: Callable[[Work, Seconds], None], pass_: str) -> None:
-    operands = [torch.randn(shape, requires_grad=True) for shape in ((4, 16), (16, 16), (16,))]
-    dy = torch.ones(4, 16)
-
-    def way(linear: Callable[..., Tensor]) -> Callable[[], Sequence[Tensor]]:
-        def forward() -> Sequence[Tensor]:
-            return (linear(*operands),)
-
-        def forward_backward() -> Sequence[Tensor]:
-            return torch.autograd.grad(linear(*operands), operands, dy)
-
-        return forward_backward if pass_ == "forward_backward" else forward
-
-    case = Case(
-        Work("host_cost", "4x16x16", pass_, "F.linear", least_ratio=round(PROMISED[pass_], 3)),
-        {"ours": way(ops.linear), "naive": way(F.linear)},
-    )
+    promised = round(PROMISED[pass_], 3)
+    case = Case(Work("host_cost", "4x16x16", pass_, "F.linear", least_ratio=promised), ways(pass_, "cpu"))
     with torch.set_grad_enabled(pass_ != "inference"):
         record(case.work, case.time(101))

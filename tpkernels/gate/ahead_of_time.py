@@ -192,7 +192,7 @@ class _Made:
     def facts(self) -> Facts:
         if self.is_amd:
             return _amd(self.compiled, self.seconds)
-        return _nvidia(self.compiled, self.seconds, self.job.architecture)
+        return nvidia_facts(self.compiled, self.seconds, self.job.architecture)
 
     def kept(self) -> Facts:
         """The facts, put into the user's cache; so is the machine code of what is clocked."""
@@ -305,7 +305,8 @@ def gpu_target(architecture: str) -> GPUTarget:
     return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
 
 
-def _nvidia(compiled: Any, seconds: float, architecture: str) -> Facts:
+def nvidia_facts(compiled: Any, seconds: float, architecture: str) -> Facts:
+    """What Triton's `CompiledKernel` for a GPU of NVIDIA takes of it. seconds: that compiling took"""
     code = compiled.asm["cubin"]
     listing = disassemble(code)
     usage = re.search(r"REG:(\d+) STACK:(\d+)", listing)
