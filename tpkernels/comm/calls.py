@@ -73,6 +73,10 @@ class CannotTakePart(RuntimeError):
     """Raised on all ranks alike when one of them cannot take part in a call; no message is in flight."""
 
 
+class CommunicationError(RuntimeError):
+    """Raised when a rank's rows do not come, or ranks are in different calls. Its text says all there is."""
+
+
 _REFUSALS = ValueError, TypeError, NotImplementedError, CannotTakePart  # of an op that has sent nothing yet
 
 
@@ -134,6 +138,8 @@ class Calls:
             self.note(f"{str(error).partition(':')[0]}: refused")
         else:
             self.fail(f"{type(error).__name__}: {cause_of(error)}")
+            if isinstance(error, CommunicationError):  # how it came here says nothing to a user
+                raise error.with_traceback(None) from None
 
     def require_usable(self, op: str) -> None:
         """Raise an error if the group was destroyed, has failed, or belongs to another process."""
@@ -249,7 +255,7 @@ class Calls:
         if group is not None and not is_alive(group) and not self.inherited:
             torch.ops.tpkernels.end_backends(group.boxed(), _LONGEST_WAIT)
 
-    def differing(self, ours: bytes, theirs: bytes, peer: int) -> RuntimeError:
+    def differing(self, ours: bytes, theirs: bytes, peer: int) -> CommunicationError:
         """Return the error of two headers that differ."""
         (number, noted, _), text = _read(ours)
         (other_number, other_noted, _), other_text = _read(theirs)
@@ -261,7 +267,7 @@ class Calls:
                     f"before call {number}, '{text}', ranks {self.rank} and {peer} were given other data, or "
                     f"one of them refused an op; the last that this rank noted is '{self._last_note}'"
                 )
-        return RuntimeError(
+        return CommunicationError(
             f"ranks have left the common order of calls: {said}; every rank must make the same calls, with "
             "equal requires_grad, shapes, options and ids (TPKERNELS_DEBUG=1 compares them before each)"
         )
@@ -383,7 +389,7 @@ class Call:
             with suppress(RuntimeError):  # a peer has left after its last call: a next one would raise
                 calls.post_receives(self.group, AHEAD)
 
-    def blaming(self, peer: int | str, what: str, error: RuntimeError) -> RuntimeError:
+    def blaming(self, peer: int | str, what: str, error: RuntimeError) -> CommunicationError:
         """Return an error that names the rank at fault. what: with a place for its number"""
         calls = self.calls
         cause = calls.first_failure() or error
@@ -392,9 +398,9 @@ class Call:
         )
 
 
-def blaming(op: str, what: str, where: str, rank: int, ranks: int, cause: object) -> RuntimeError:
+def blaming(op: str, what: str, where: str, rank: int, ranks: int, cause: object) -> CommunicationError:
     """Return an error that names the rank whose rows did not come."""
-    return RuntimeError(
+    return CommunicationError(
         f"{op}: {what}: it died, came too late, or left the common order of calls. Ranks are numbered within "
         f"{where}, where this is {rank} of {ranks}. Cause: {cause_of(cause)}"
     )
