@@ -40,6 +40,7 @@ VARIABLES: dict[str, tuple[str, ...]] = {  # allowed values
     "TPKERNELS_CHECK_REPLICAS": _ANYTHING,
     "TPKERNELS_CXXFLAGS": _ANYTHING,  # of setup.py
     "TPKERNELS_DEBUG": _SWITCH,
+    "TPKERNELS_DUMP": _SWITCH,
     "TPKERNELS_LOG": ("choices", ""),
     "TPKERNELS_REQUIRE_EXT": _SWITCH,  # of setup.py
     "TPKERNELS_TP_INVARIANT": _ANYTHING,

@@ -31,11 +31,12 @@ import struct
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from ctypes import memset
 from datetime import timedelta
 from mmap import mmap
-from typing import Any
+from typing import Any, Protocol
 from weakref import finalize, ref
 
 import torch
@@ -67,6 +68,11 @@ _LATEST = 64  # calls of a rank whose headers are in its page, behind the number
 PAGE_BYTES = (1 + _LATEST) * HEADER_BYTES
 
 Key = tuple[Any, ...]
+Receive = tuple[int, Tensor, Work]  # from which peer, into what
+Words = Sequence[Sequence[int]]  # of each slot: the awaited one, and its flags
+
+
+on_failure: list[Callable[[str], object]] = []  # called with the cause, before a group ends
 
 
 class CannotTakePart(RuntimeError):
@@ -93,6 +99,16 @@ def eager_bytes(ranks: int) -> int:
     return min(EAGER_BYTES, max(1024, 1024**2 // ranks))
 
 
+class SharedMemory(Protocol):
+    """Memory that a rank shares with others, as a dump asks for it."""
+
+    def words(self) -> Words:
+        """Return awaited words and flags; may wait for a device."""
+
+    def state(self, words: Words | None) -> list[str]:
+        """Describe calls, and words if they are known."""
+
+
 class Calls:
     """The calls of one group, as this rank makes them."""
 
@@ -108,14 +124,17 @@ class Calls:
         # what collectives reserve, by device and segments of TP-invariance
         self.reservations: dict[tuple[torch.device, int], Reservation] = {}
         self.moved = 0  # calls in which rows travel
-        self.in_flight = 0
+        self.latest: deque[tuple[int, str]] = deque(maxlen=_LATEST)  # number and description, for a dump
+        # calls over gloo that have not ended, by number: what is received from which peer
+        self.in_flight: dict[int, list[Receive]] = {}
+        self.memory: Collection[SharedMemory] = ()
         self.pages: dict[int, mmap] = {}  # of the ranks of this machine, once they share memory
         self._number = self._noted = 0
         self._last_note = ""
         self._entered: list[int] = []
         self._group = ref(group)  # its threads end with it
         self._has_tags: dict[str, bool] = {}
-        self._posted: deque[list[tuple[int, Tensor, Work]]] = deque()  # where a peer's next message lands
+        self.posted: deque[list[Receive]] = deque()  # where a peer's next message lands
         self._times: dict[str, int] = {}
 
     def __enter__(self) -> None:
@@ -142,7 +161,7 @@ class Calls:
                 f"{op}: process group '{self.name}' has failed and cannot be used any more: {self.failure}. "
                 "Destroy it and make a new one, on all ranks"
             )
-        if not self._is_alive():
+        if not self.group_is_alive():
             raise RuntimeError(f"{op}: process group '{self.name}' was destroyed; make a new one")
 
     def add_kind(self, key: Key, kind: Kind) -> Kind:
@@ -169,9 +188,10 @@ class Calls:
         assert group is not None, "it was not destroyed"
         self._number = number = self._number + 1
         self.moved += moves
+        self.latest.append((number, kind.described))
         _NUMBERS.pack_into(kind.buffer, 0, number, self._noted, kind.checksum)
         if self.pages:
-            page, place = self.pages[self.rank], _place_of(number)
+            page, place = self.pages[self.rank], place_of(number)
             page[place] = kind.buffer
             page[:8] = kind.buffer[:8]  # now the header is there
         # below the tags of messages, and hardly shared by calls of another kind or number
@@ -196,12 +216,13 @@ class Calls:
         if is_profiled:
             torch.autograd._enable_record_function(False)
         try:
-            while len(self._posted) < count:
+            while len(self.posted) < count:
                 posted = []
                 for peer in self.peers:
                     message = torch.empty(HEADER_BYTES + self.eager_bytes, dtype=torch.uint8, device="cpu")
+                    memset(message.data_ptr(), 0, 8)  # a dump sees by the number whether its header is there
                     posted.append((peer, message, group.recv([message], peer, _MESSAGE)))
-                self._posted.append(posted)
+                self.posted.append(posted)
         finally:
             if is_profiled:
                 torch.autograd._enable_record_function(True)
@@ -211,7 +232,7 @@ class Calls:
 
         For waits that have taken long, in memory that ranks share.
         """
-        place = _place_of(call.number)
+        place = place_of(call.number)
         for peer, page in self.pages.items():
             if int.from_bytes(page[:8], "little") >= call.number:  # looked at first: its header is there then
                 ours, theirs = self.pages[self.rank][place], page[place]
@@ -222,6 +243,8 @@ class Calls:
         """End the group on all ranks: later calls raise an error that names the first cause."""
         if self.failure:
             return
+        for told in on_failure:
+            told(cause)
         self.failure = cause = f"rank {self.rank}: {cause}"[:LONGEST_CAUSE]
         with suppress(RuntimeError):  # a store may have died with its rank
             if (store := self._store()) is not None:
@@ -251,8 +274,8 @@ class Calls:
 
     def differing(self, ours: bytes, theirs: bytes, peer: int) -> RuntimeError:
         """Return the error of two headers that differ."""
-        (number, noted, _), text = _read(ours)
-        (other_number, other_noted, _), other_text = _read(theirs)
+        (number, noted, _), text = read_header(ours)
+        (other_number, other_noted, _), other_text = read_header(theirs)
         said = f"call {number} is '{text}' on rank {self.rank}, '{other_text}' on rank {peer}"
         if text == other_text:
             said = f"'{text}' is call {number} on rank {self.rank}, {other_number} on rank {peer}"
@@ -269,7 +292,7 @@ class Calls:
     def _of_nccl(self) -> list[Any]:
         """The group's backends for which the host does not wait."""
         group, found = self._group(), []
-        if group is not None and self._is_alive():
+        if group is not None and self.group_is_alive():
             for device in group._device_types:
                 with suppress(RuntimeError):
                     backend = group._get_backend(device)
@@ -280,7 +303,7 @@ class Calls:
     def _close_connections(self) -> None:
         """Those of gloo, by a wait that runs out at once: nothing else wakes the ranks that wait for us."""
         group = self._group()
-        if group is None or self.ranks == 1 or not self._is_alive():
+        if group is None or self.ranks == 1 or not self.group_is_alive():
             return
         with suppress(RuntimeError):
             if not self.has_tags(torch.device("cpu")):
@@ -290,7 +313,7 @@ class Calls:
             with suppress(RuntimeError):
                 group.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
-    def _is_alive(self) -> bool:
+    def group_is_alive(self) -> bool:
         return (group := self._group()) is not None and is_alive(group)
 
     def _store(self) -> Store | None:
@@ -312,7 +335,6 @@ class Call:
     def announce(self, rows: Tensor | None = None, by_peer: list[Tensor] | None = None) -> None:
         """Send the header to all peers, with few rows: the same for each, or of each rank, contiguous."""
         calls, group, kind = self.calls, self.group, self.kind
-        calls.in_flight += 1
         if rows is not None:
             message = torch.cat((kind.header, rows.view(torch.uint8).view(-1)))
         else:
@@ -320,9 +342,10 @@ class Call:
         self._header = message
         peer: int | str = " or ".join(map(str, calls.peers))
         try:
-            if not calls._posted:
+            if not calls.posted:
                 calls.post_receives(group, 1)
-            self._received = calls._posted.popleft()
+            self._received = calls.posted.popleft()
+            calls.in_flight[self.number] = [*self._received]
             for peer in calls.peers:
                 if by_peer is not None:
                     message = torch.cat((kind.header, by_peer[peer].view(torch.uint8).view(-1)))
@@ -341,6 +364,7 @@ class Call:
         """Have a chunk received; returns the function that blocks until it is there."""
         try:
             receiving = self.group.recv([rows], peer, self.tag)
+            self.calls.in_flight[self.number].append((peer, rows, receiving))
         except RuntimeError as error:
             raise self.blaming(peer, "rank {} cannot be reached", error) from error
 
@@ -378,7 +402,7 @@ class Call:
             except RuntimeError as error:
                 raise self.blaming(peer, "rank {} did not take its rows", error) from error
         self._sends.clear()
-        calls.in_flight -= 1
+        calls.in_flight.pop(self.number, None)
         if not calls.in_flight:  # while a call waits, posting would take its time
             with suppress(RuntimeError):  # a peer has left after its last call: a next one would raise
                 calls.post_receives(self.group, AHEAD)
@@ -400,11 +424,11 @@ def blaming(op: str, what: str, where: str, rank: int, ranks: int, cause: object
     )
 
 
-def _read(header: bytes) -> tuple[tuple[int, ...], str]:
+def read_header(header: bytes) -> tuple[tuple[int, ...], str]:
     return _NUMBERS.unpack_from(header), header[_NUMBERS.size :].decode(errors="replace").strip()
 
 
-def _place_of(number: int) -> slice:
+def place_of(number: int) -> slice:
     """Return where the header of a call lies in a page."""
     start = (1 + number % _LATEST) * HEADER_BYTES
     return slice(start, start + HEADER_BYTES)
@@ -438,7 +462,8 @@ def calls_of(group: ProcessGroup) -> Calls:
 def _forget(number: int) -> None:
     """Let go of what is posted before the group's connections end, and not when garbage is collected."""
     if (calls := CALLS_OF.pop(number, None)) is not None:
-        calls._posted.clear()
+        calls.posted.clear()
+        calls.in_flight.clear()
         calls.kinds.clear()
         calls.splits.clear()
 

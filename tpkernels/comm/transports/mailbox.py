@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import Call, blaming, handshake
-from tpkernels.comm.schedule import SLOTS, Plan, Round, slot_of
+from tpkernels.comm.calls import Call, Words, blaming, handshake
+from tpkernels.comm.schedule import CODE_BITS, SLOTS, Plan, Round, slot_of
 from tpkernels.comm.transports.memory import ALIGNED_WORDS, Departing, Landing, Mailbox
 from tpkernels.comm.transports.memory import Layout as Layout
 from tpkernels.comm.transports.order import CallOrder
@@ -164,6 +164,34 @@ class MailboxExchange:
         """Mark call `number` as read; an earlier call may still be in use."""
         self.order.released(number)
 
+    def words(self) -> Words:
+        """Return the awaited word and the flags of each slot, once they are copied from a GPU."""
+        return [
+            [int(awaited), *flags.tolist()] for awaited, flags in zip(self.awaited, self.flags, strict=False)
+        ]
+
+    def state(self, words: Words | None) -> list[str]:
+        """Describe calls, and the epochs of flags as far as they are known, for a dump."""
+        order = self.order
+        lines = [
+            f"{self.name}, {self.layout}: {order.begun} calls begun, {order.begun - order.read} of them in "
+            f"flight; the last is call {self.last_call} of the group"
+            + ", replays of graphs are not counted"
+            * self.captured
+        ]
+        for slot, (awaited, *flags) in enumerate(words or ()):
+            if not awaited:  # no call has had it yet
+                continue
+            late = []
+            for peer in range(self.ranks):
+                own = flags[peer * self.splits : (peer + 1) * self.splits]
+                if missing := [flag for flag in own if flag != awaited]:
+                    there = f"rank {peer} has sent {self.splits - len(missing)} of {self.splits} chunks"
+                    late.append(f"{there}, the next one's flag has {_epoch(missing[0])}")
+            said = "; ".join(late) or "all rows are there"
+            lines.append(f"  slot {slot} awaits {_epoch(awaited)}: {said}")
+        return lines
+
     @abstractmethod
     def late(self) -> int:
         """Return the word that kernels have left in `status`, without waiting for them."""
@@ -181,6 +209,10 @@ class MailboxExchange:
     def _delivery(
         self, epoch: int, needs_barrier: bool, plan: Plan, call: Call | None
     ) -> MailboxDelivery: ...
+
+
+def _epoch(word: int) -> str:
+    return f"epoch {word % 2**31 >> CODE_BITS} ({word % 2**32:#010x})"
 
 
 class Counting(Protocol):

@@ -86,6 +86,7 @@ class Exchanges:
         self.dropped: dict[str, str] = {}  # ways that failed once, and why: not tried again
         self._group = ref(group)
         self._open: dict[Key, MailboxExchange] = {}
+        calls_of(group).memory = self._open.values()
         self._noted: set[Key] = set()
 
     @property

@@ -36,7 +36,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import CannotTakePart, built_by_all, offers_here, offers_of_all
-from tpkernels.comm.calls import Call
+from tpkernels.comm.calls import Call, Words
 from tpkernels.comm.schedule import CODE_BITS, SLOTS, Plan, Round, Swap, flag_of, slot_of
 from tpkernels.comm.side_stream import SideStream, StreamOrder
 from tpkernels.comm.transports.mailbox import Counting, MailboxDelivery, MailboxExchange, Opening
@@ -186,6 +186,11 @@ class SymmetricExchange(MailboxExchange):
     def look(self) -> None:
         """Let the host know what is in `status`, once the current stream has come so far."""
         self._seen.copy_(self.status, non_blocking=True)
+
+    def words(self) -> Words:
+        """Copied in a stream that does not wait for those in which calls hang."""
+        with nullcontext() if self._memory.is_cpu else torch.Stream(self._memory.device, priority=-1):
+            return super().words()
 
     def close(self) -> None:
         """Waits for the GPU: the memory goes at once, and not when the garbage collector comes by."""
