@@ -43,6 +43,7 @@ VARIABLES: dict[str, tuple[str, ...]] = {  # allowed values
     "TPKERNELS_DUMP": _SWITCH,
     "TPKERNELS_LOG": ("choices", ""),
     "TPKERNELS_REQUIRE_EXT": _SWITCH,  # of setup.py
+    "TPKERNELS_SAFE": _SWITCH,
     "TPKERNELS_TP_INVARIANT": _ANYTHING,
     "TPKERNELS_TRANSPORT": ("auto", "c10d", "shared", "symmetric", "symmetric-rounds"),
     "TPKERNELS_TUNE": _SWITCH,

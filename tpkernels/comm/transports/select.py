@@ -9,6 +9,8 @@ TPKERNELS_TRANSPORT, read when this module is imported, says which:
     symmetric         torch's symmetric memory: GPUs of one machine that reach each other's memory
     symmetric-rounds  the same; calls are cut into a few rounds with a product each, as over c10d
 
+TPKERNELS_SAFE=1 means c10d, and refuses the others.
+
 Before the first transfer the ranks of a group agree on the transport, and tell each other where they run: a
 group on several machines goes over c10d. What an explicit choice cannot serve is an error; only a tensor
 without elements, and an all-reduce of rows that the ranks do not divide, go over c10d: sizes that all know.
@@ -39,6 +41,7 @@ from tpkernels.comm.schedule import even_chunks, parts_of_shard, pushed_chunks, 
 from tpkernels.comm.transports import processes
 from tpkernels.comm.transports.mailbox import Layout, MailboxExchange, Opening
 from tpkernels.comm.transports.rows import Transport
+from tpkernels.env import env_or_safe
 from tpkernels.tp_invariance import described
 
 IN_ROUNDS = "symmetric-rounds"
@@ -46,7 +49,7 @@ TRANSPORTS = ("auto", "c10d", "shared", "symmetric", IN_ROUNDS)
 MOST_OPEN = 16  # the ops of one layer need about six
 
 # Read once: looking into the environment takes as long as a tenth of a tiny product.
-requested_transport = os.environ.get("TPKERNELS_TRANSPORT", "auto")
+requested_transport = env_or_safe("TPKERNELS_TRANSPORT", "auto", safe="c10d")
 
 choices = logging.getLogger("tpkernels.choices")
 warnings = logging.getLogger("tpkernels.comm")
