@@ -357,6 +357,21 @@ def test_the_status_is_asked_for_every_64_calls_and_when_an_exchange_closes():
     other.close()
 
 
+def test_a_replay_that_waited_in_vain_is_seen_without_a_call(capturing):
+    (end, _) = open_symmetric_loopback("it", LAYOUT)
+    end.flag_kernels = CountingKernels()
+    end._seen = torch.zeros(1, dtype=torch.int32)  # as on a GPU, memory of the host
+    end._seen_word = end._seen.numpy()
+    end.status.fill_(3)
+    start(end, ROWS).end()
+    assert (end.late(), end.missed()) == (0, "")  # eager calls look, and raise, themselves
+    capturing.return_value = True
+    start(end, ROWS).end()  # a replay copies what this call copies
+    said = end.missed()
+    assert said.startswith("replay: rows of rank 1 (chunk 3) did not arrive: it died, came too late")
+    assert said.endswith("Cause: a wait of linear ran out in a graph; results are not valid")
+
+
 def test_margins_leave_processors_to_what_kernels_wait_for():
     handle = open_symmetric_loopback("it", LAYOUT)[0].handle
     memory = handle.get_buffer(0, (LAYOUT.byte_count,), torch.uint8)

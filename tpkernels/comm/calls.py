@@ -26,6 +26,7 @@ first cause of other ranks, and aborts the communicator. That a peer has died is
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import struct
 import threading
@@ -108,6 +109,9 @@ class SharedMemory(Protocol):
     def state(self, words: Words | None) -> list[str]:
         """Describe calls, and words if they are known."""
 
+    def missed(self) -> str:
+        """Return what a replay of a graph has missed; an empty text if nothing."""
+
 
 class Calls:
     """The calls of one group, as this rank makes them."""
@@ -151,8 +155,13 @@ class Calls:
             return
         if self.moved == before and isinstance(error, _REFUSALS):
             self.note(f"{str(error).partition(':')[0]}: refused")
-        else:
-            self.fail(f"{type(error).__name__}: {cause_of(error)}")
+            return
+        cause = f"{type(error).__name__}: {cause_of(error)}"
+        # of a device, such as of torch's barrier after its time-out, which names a rank on the terminal alone
+        if isinstance(error, torch.AcceleratorError) and (behind := self.behind()):
+            cause += f"; {behind}"
+            getattr(error, "add_note", str)(behind)  # Python 3.10 has no notes
+        self.fail(cause)
 
     def require_usable(self, op: str) -> None:
         """Raise an error if the group was destroyed, has failed, or belongs to another process."""
@@ -191,12 +200,16 @@ class Calls:
         self.latest.append((number, kind.described))
         _NUMBERS.pack_into(kind.buffer, 0, number, self._noted, kind.checksum)
         if self.pages:
-            page, place = self.pages[self.rank], place_of(number)
-            page[place] = kind.buffer
-            page[:8] = kind.buffer[:8]  # now the header is there
+            self.write_header(kind, number)
         # below the tags of messages, and hardly shared by calls of another kind or number
         tag = (kind.checksum ^ self._noted ^ number * 0x9E3779B1) % _MESSAGE
         return Call(op, group, self, kind, number, tag)
+
+    def write_header(self, kind: Kind, number: int) -> None:
+        """Let ranks of this machine read the header of the call that has begun."""
+        page = self.pages[self.rank]
+        page[place_of(number)] = kind.buffer
+        page[:8] = kind.buffer[:8]  # now the header is there
 
     def has_tags(self, device: torch.device) -> bool:
         """Whether the backend matches messages by tag; NCCL matches them by order alone."""
@@ -239,6 +252,19 @@ class Calls:
                 if theirs != ours:
                     raise self.differing(ours, theirs, peer)
 
+    def behind(self) -> str:
+        """Return which ranks of this machine have not begun this rank's last call, and where they are.
+
+        Where they write no pages, and where all have begun it, an empty text.
+        """
+        last = {peer: int.from_bytes(page[:8], "little") for peer, page in self.pages.items()}
+        found = [
+            f"rank {peer} is at call {number} '{read_header(self.pages[peer][place_of(number)])[1]}'"
+            for peer, number in last.items()
+            if number < self._number
+        ]
+        return f"{'; '.join(found)}, this rank at call {self._number}" if found else ""
+
     def fail(self, cause: str) -> None:
         """End the group on all ranks: later calls raise an error that names the first cause."""
         if self.failure:
@@ -250,7 +276,7 @@ class Calls:
             if (store := self._store()) is not None:
                 self.failure = store.compare_set(_FAILURE, "", cause).decode()
         self._close_connections()
-        for backend in self._of_nccl():
+        for backend in self.nccl_backends():
             with suppress(RuntimeError, AttributeError):  # ended already, or not torch's own
                 backend.abort()
 
@@ -289,7 +315,7 @@ class Calls:
             "equal requires_grad, shapes, options and ids (TPKERNELS_DEBUG=1 compares them before each)"
         )
 
-    def _of_nccl(self) -> list[Any]:
+    def nccl_backends(self) -> list[Any]:
         """The group's backends for which the host does not wait."""
         group, found = self._group(), []
         if group is not None and self.group_is_alive():
@@ -454,7 +480,7 @@ def calls_of(group: ProcessGroup) -> Calls:
     if found is None:
         found = CALLS_OF[id(group)] = Calls(group)
         finalize(group, _forget, id(group))  # another group may get the id
-        if found.ranks > 1 and found._of_nccl():
+        if found.ranks > 1 and found.nccl_backends():
             _watch.start()
     return found
 
@@ -497,7 +523,10 @@ def kind_of(calls: Calls, key: Key, described: str) -> Kind:
 
 
 class _Watch:
-    """Looks about once a second for ranks of NCCL that have failed; its thread keeps no process alive."""
+    """Looks about once a second for ranks of NCCL that have failed, and for replays that have missed rows.
+
+    Its thread keeps no process alive.
+    """
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -513,8 +542,11 @@ class _Watch:
         while not self._ended.wait(INTERVAL):
             for calls in list(CALLS_OF.values()):
                 with suppress(RuntimeError):  # a store may have died with its rank
-                    if not calls.failure and calls._of_nccl() and (cause := calls.first_failure()):
-                        calls.fail(cause)  # else other ranks wait for us in a kernel
+                    if not calls.failure and calls.nccl_backends():
+                        if missed := next(filter(None, (each.missed() for each in list(calls.memory))), ""):
+                            logging.getLogger("tpkernels.comm").error("%s", missed)  # no call may come
+                        if cause := missed or calls.first_failure():
+                            calls.fail(cause)  # else other ranks wait for us in a kernel
 
     def end(self) -> None:
         """End the thread, before the interpreter ends: a thread in torch's store would abort the process."""

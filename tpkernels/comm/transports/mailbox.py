@@ -164,6 +164,16 @@ class MailboxExchange:
         """Mark call `number` as read; an earlier call may still be in use."""
         self.order.released(number)
 
+    def missed(self) -> str:
+        """Return the error of rows that came too late for a graph, which no call raises; else nothing."""
+        if not self.captured or not (word := self.late()):
+            return ""
+        assert self.flag_kernels is not None, "it counts captured calls"
+        kernel, chunk = self.flag_kernels.kernel_and_chunk(word)
+        what = f"rows of rank {chunk // self.splits} (chunk {chunk}) did not arrive"
+        cause = f"a wait of {kernel} ran out in a graph; results are not valid"
+        return str(blaming("replay", what, self.name, self.rank, self.ranks, cause))
+
     def words(self) -> Words:
         """Return the awaited word and the flags of each slot, once they are copied from a GPU."""
         return [
@@ -221,6 +231,9 @@ class Counting(Protocol):
     def advance(self, word: Tensor, awaited: Tensor, step: int, code: int) -> None:
         """word += step; awaited = word | code."""
 
+    def kernel_and_chunk(self, word: int) -> tuple[str, int]:
+        """Which kernel gave up waiting, and for which chunk, from a `status` other than 0."""
+
 
 class MailboxDelivery:
     """A call in flight in memory that ranks share."""
@@ -277,6 +290,8 @@ class MailboxDelivery:
             cause = first
         elif problem is not None:
             cause += f"; this rank's own rows are not out either: {problem}"
+        elif behind := "" if self.call is None else self.call.calls.behind():
+            cause += f"; {behind}"
         what = f"rows of rank {chunk // exchange.splits} (chunk {chunk}) did not arrive"
         return blaming(self.op, what, exchange.name, exchange.rank, exchange.ranks, cause)
 

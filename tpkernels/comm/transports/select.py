@@ -224,6 +224,10 @@ def _agreed(op: str, group: ProcessGroup, against_sharing: str) -> Exchanges:
         if machines > 1:
             against_sharing = against_sharing or f"ranks are on {machines} machines"
             transport = "auto" if transport == "auto" else "c10d"
+        elif calls_of(group).nccl_backends():  # where no message says how far a rank has come
+            from tpkernels.comm.transports.shared import share_pages
+
+            share_pages(op, group)
     for left in list(_of_group.values()):
         if not left.is_alive():  # destroyed, and held by somebody
             left.close()

@@ -64,7 +64,9 @@ from tpkernels.extension import steps
 
 _COPIES = 4  # SMs that a waiting kernel leaves free where ranks share a GPU: copies between them take some
 _MOST_PUSHES = 512  # of parts of plans; an exchange has a plan or two, of as many parts as there are chunks
-LOOK_CALLS = 64  # until the host asks again for what waits of kernels have left in `status`
+# until the host asks again for what waits of kernels have left in `status`; in a graph each call asks: its
+# replays run nothing of ours on the host
+LOOK_CALLS = 64
 _COUNTED = -(2**31)  # the sign bit, of words that a device has counted
 EPOCHS = 2 ** (31 - CODE_BITS)  # that the other bits of a flag tell apart
 
@@ -227,7 +229,7 @@ class SymmetricExchange(MailboxExchange):
         else:
             word = flag_of(epoch, code) & ~_COUNTED
             self.handle.stream_write_value32(self.awaited_words[slot], 0, word)
-        if epoch % LOOK_CALLS == 0 and not capturing:
+        if capturing or epoch % LOOK_CALLS == 0:
             self.look()
         return SymmetricDelivery(self, epoch, needs_barrier or word is None, plan, word, call, current)
 
