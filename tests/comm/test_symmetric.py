@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.loopback import CountingKernels, VirtualHandle, open_symmetric_loopback, start
+from tests.loopback import CountingKernels, VirtualHandle, open_symmetric_loopback, start, write_word
 from tpkernels.comm.schedule import flag_of, gather_plan, reduce_plan
 from tpkernels.comm.side_stream import SideStream, StreamOrder
 from tpkernels.comm.transports import rendezvous, symmetric
@@ -107,6 +107,26 @@ def test_ranks_that_see_one_gpu_each_are_let_through_by_torch(before, monkeypatc
     with pytest.raises(MemoryError, match=r"^a group 1$"):
         rendezvous.rendezvous(torch.empty(0), "a group")
     assert os.environ.get(rendezvous.OVERLAPPING) == before
+
+
+def refuses(word: torch.Tensor, offset: int, value: int) -> None:
+    raise RuntimeError("CUDA driver error: operation not supported")
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (write_word, ""),
+        (refuses, "the driver writes no words from a stream (CUDA driver error: operation not supported)"),
+        (lambda *_: None, "a stream wrote 1, and the word is 0"),
+    ],
+)
+def test_drivers_that_write_no_words_are_refused(write, said, monkeypatch):
+    memory = Mock(stream_write_value32=write)
+    monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory", memory)
+    word = torch.zeros(8, dtype=torch.uint8)
+    assert rendezvous.why_no_stream_writes(word) == said + "; use c10d" * bool(said)
+    assert not word.any()
 
 
 class ManagementLibrary:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from tpkernels.errors import cause_of
 from tpkernels.extension import ExtensionState, extension
 
 if TYPE_CHECKING:
@@ -116,6 +117,23 @@ def why_no_barrier(gpus: Mapping[int, str]) -> str:
                 "them, of which torch's symmetric memory needs one; use c10d"
             )
     return ""
+
+
+def why_no_stream_writes(memory: Tensor) -> str:
+    """Return why a stream cannot write words, as flags are, or an empty text.
+
+    memory: zeroed bytes on a GPU, where it tries
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    word = memory[:4].view(torch.uint32)
+    try:
+        _SymmetricMemory.stream_write_value32(word, 0, 1)
+        written = word.tolist()
+    except RuntimeError as error:
+        return f"the driver writes no words from a stream ({cause_of(error)}); use c10d"
+    word.zero_()
+    return "" if written == [1] else f"a stream wrote 1, and the word is {written[0]}; use c10d"
 
 
 @cache

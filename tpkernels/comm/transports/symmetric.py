@@ -58,6 +58,7 @@ from tpkernels.comm.transports.rendezvous import (
     sockets_place,
     waiting_for,
     why_no_barrier,
+    why_no_stream_writes,
     why_not,
 )
 from tpkernels.extension import steps
@@ -375,6 +376,7 @@ def open_symmetric(opening: Opening) -> SymmetricExchange:
         if not problem:
             gpu = str(torch.cuda.get_device_properties(device).uuid)
             memory = new_memory(layout.byte_count, device)  # now: a rendezvous waits for all ranks
+            problem = why_no_stream_writes(memory)
     except Exception as error:  # whatever it is, the others wait to be told
         problem = problem or f"{type(error).__name__}: {error}"
     call = opening.begin()
