@@ -256,7 +256,8 @@ def hidden_peers(environment: Mapping[str, str], visible: int) -> str:
     devices = f"CUDA_VISIBLE_DEVICES={environment.get('CUDA_VISIBLE_DEVICES', '')}"
     return (
         f"each of {ranks} ranks here sees one GPU ({', '.join(causes) or devices}): memory of the others' "
-        f"mostly cannot be mapped, so NCCL sends through memory of the host, and symmetric does not open; {cure}"
+        "mostly cannot be mapped, so NCCL sends through memory of the host, and symmetric does not open; "
+        f"{cure}"
     )
 
 
