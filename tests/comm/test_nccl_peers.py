@@ -61,6 +61,32 @@ def test_all_ranks_hear_of_a_failure_though_no_host_waits(planted):
     )
 
 
+@pytest.mark.parametrize("asked", [True, False])
+@on_ranks(2)
+def test_a_time_out_of_torchs_watchdog_is_told_while_it_waits(asked):
+    """It says so in the store of the world, for a minute, before it ends the processes."""
+    told, group, heard = [], dist.new_group(), threading.Event()
+    name = group.group_name
+    ours = patch.object(Calls, "nccl_backends", lambda self: [StandIn()] if self.name == name else [])
+    observers = [lambda cause: told.append(cause) or heard.set()] if asked else []
+    with patch.object(calls, "INTERVAL", 0.2), patch.object(calls, "on_failure", observers), ours:
+        calls_of(group)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            root = dist.distributed_c10d._get_default_store()
+            while isinstance(root, dist.PrefixStore):
+                root = root.underlying_store
+            root.set("exception_dump", "1")
+        heard.wait(patient(SOON) if asked else 1.0)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            root.delete_key("exception_dump")
+    assert {*told} == (
+        {"torch's watchdog of NCCL has found a time-out or an error on a rank"} if asked else set()
+    )
+    assert not calls_of(group).failure
+
+
 @pytest.mark.parametrize("lacks", ["nothing", "memory on rank 1"])
 @on_ranks(2)
 def test_ranks_of_a_machine_see_how_far_others_have_come(lacks):

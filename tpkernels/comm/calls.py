@@ -32,12 +32,12 @@ import struct
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from ctypes import memset
 from datetime import timedelta
 from mmap import mmap
-from typing import Any, Protocol
+from typing import Any
 from weakref import finalize, ref
 
 import torch
@@ -46,6 +46,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Store, Work, distributed_c10d
 from torch.utils.checkpoint import _StopRecomputationError
 
+from tpkernels.comm.transports.memory import SharedMemory
 from tpkernels.errors import cause_of
 from tpkernels.extension import ExtensionState, extension
 from tpkernels.reserved_sms import Reservation
@@ -64,14 +65,13 @@ INTERVAL = 1.0  # seconds between two looks for the first cause of other ranks
 _NUMBERS = struct.Struct("<QII")  # in a header, before its text: of the call, and checksums of notes and text
 _MESSAGE, _NEVER_SENT = 2**31 - 3, 2**31 - 1  # tags that chunks do not have
 _FAILURE = "tpkernels failure"
+_WATCHDOG = "exception_dump"  # torch's, in the store of the world: its watchdog ends all ranks in a minute
 _LONGEST_WAIT = 5.0  # seconds at exit, for a collective that other ranks keep in flight
 _LATEST = 64  # calls of a rank whose headers are in its page, behind the number of the last one
 PAGE_BYTES = (1 + _LATEST) * HEADER_BYTES
 
 Key = tuple[Any, ...]
 Receive = tuple[int, Tensor, Work]  # from which peer, into what
-Words = Sequence[Sequence[int]]  # of each slot: the awaited one, and its flags
-
 
 on_failure: list[Callable[[str], object]] = []  # called with the cause, before a group ends
 
@@ -98,19 +98,6 @@ class Kind:
 def eager_bytes(ranks: int) -> int:
     """How many bytes of rows fit into the message that announces a call in a group."""
     return min(EAGER_BYTES, max(1024, 1024**2 // ranks))
-
-
-class SharedMemory(Protocol):
-    """Memory that a rank shares with others, as a dump asks for it."""
-
-    def words(self) -> Words:
-        """Return awaited words and flags; may wait for a device."""
-
-    def state(self, words: Words | None) -> list[str]:
-        """Describe calls, and words if they are known."""
-
-    def missed(self) -> str:
-        """Return what a replay of a graph has missed; an empty text if nothing."""
 
 
 class Calls:
@@ -287,6 +274,13 @@ class Calls:
                 if (store := self._store()) is not None and store.check([_FAILURE]):
                     return store.get(_FAILURE).decode()
         return self.failure
+
+    def is_ended_by_watchdog(self) -> bool:
+        """Whether torch's watchdog of NCCL has found a time-out or an error, on any rank."""
+        store = self._store()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        return store is not None and store.check([_WATCHDOG])
 
     def end_threads(self) -> None:
         """End the threads of a group that was destroyed but is still referenced.
@@ -547,6 +541,9 @@ class _Watch:
                             logging.getLogger("tpkernels.comm").error("%s", missed)  # no call may come
                         if cause := missed or calls.first_failure():
                             calls.fail(cause)  # else other ranks wait for us in a kernel
+                        elif on_failure and calls.is_ended_by_watchdog():
+                            for told in on_failure:
+                                told("torch's watchdog of NCCL has found a time-out or an error on a rank")
 
     def end(self) -> None:
         """End the thread, before the interpreter ends: a thread in torch's store would abort the process."""

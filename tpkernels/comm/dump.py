@@ -4,12 +4,11 @@
 
 TPKERNELS_DUMP=1, read where a rank uses its first process group, has it written to stderr, with the stacks of
 all threads: each time the process gets SIGUSR2, and once if a group fails (rows came too late, the device has
-an error, another rank has failed, Ctrl-C).
+an error, torch's watchdog of NCCL or another rank has failed, Ctrl-C).
 
 The main thread of a rank that hangs waits in C++, where no handler in Python runs. So the handler is that of
 faulthandler: it writes into a pipe, whatever the main thread does, and a thread reads from it. That one needs
-Python's lock: a library that keeps it while it waits delays the dump. Torch's watchdog of NCCL ends a process
-without asking Python: send the signal before its time-out.
+Python's lock: a library that keeps it while it waits delays the dump.
 """
 
 from __future__ import annotations
@@ -31,12 +30,11 @@ from tpkernels.comm.calls import (
     CALLS_OF,
     HEADER_BYTES,
     Calls,
-    SharedMemory,
-    Words,
     on_failure,
     place_of,
     read_header,
 )
+from tpkernels.comm.transports.memory import SharedMemory, Words
 from tpkernels.env import env_flag
 
 LONGEST_READ = 1.0  # seconds for the flags of all memory: a GPU that hangs may never copy them

@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import Call, Words
+from tpkernels.comm.calls import Call
 from tpkernels.comm.schedule import Plan, Round, Swap, flag_of, peers_by_step, reusable_after
 from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange
-from tpkernels.comm.transports.memory import Layout, Mailbox
+from tpkernels.comm.transports.memory import Layout, Mailbox, Words
 from tpkernels.comm.transports.processes import LOOK_SECONDS, Process
 
 POLL_SECONDS = 50e-6

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import Call, Words, blaming, handshake
+from tpkernels.comm.calls import Call, blaming, handshake
 from tpkernels.comm.schedule import CODE_BITS, SLOTS, Plan, Round, slot_of
-from tpkernels.comm.transports.memory import ALIGNED_WORDS, Departing, Landing, Mailbox
+from tpkernels.comm.transports.memory import ALIGNED_WORDS, Departing, Landing, Mailbox, Words
 from tpkernels.comm.transports.memory import Layout as Layout
 from tpkernels.comm.transports.order import CallOrder
 

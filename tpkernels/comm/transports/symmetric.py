@@ -45,11 +45,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.agreement import CannotTakePart, built_by_all, offers_here, offers_of_all
-from tpkernels.comm.calls import Call, Words
+from tpkernels.comm.calls import Call
 from tpkernels.comm.schedule import CODE_BITS, SLOTS, Plan, Round, Swap, flag_of, slot_of
 from tpkernels.comm.side_stream import SideStream, StreamOrder
 from tpkernels.comm.transports.mailbox import Counting, MailboxDelivery, MailboxExchange, Opening
-from tpkernels.comm.transports.memory import Departing, Layout
+from tpkernels.comm.transports.memory import Departing, Layout, Words
 from tpkernels.comm.transports.rendezvous import (
     Handle,
     new_memory,
