@@ -23,7 +23,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from ctypes import string_at
 from pathlib import Path
+from socket import gethostname
 
+import torch.distributed as dist
 from torch import Tensor
 
 from tpkernels.comm.calls import (
@@ -50,7 +52,8 @@ def dump_calls() -> str:
     Any thread may call it, but none while a CUDA graph is captured: reading flags ends a capture.
     """
     deadline = time.monotonic() + LONGEST_READ
-    lines = [f"process {os.getpid()}"]
+    world = f", rank {dist.get_rank()} of the world" if dist.is_initialized() else ""
+    lines = [f"process {os.getpid()} on {gethostname()}{world}"]
     for calls in list(CALLS_OF.values()):
         if calls.latest and calls.group_is_alive():
             lines += _described(calls, deadline)

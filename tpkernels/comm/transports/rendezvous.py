@@ -73,7 +73,11 @@ def sockets_folder() -> str:
 
 def own_socket() -> str:
     """Where torch waits for memory of the other ranks."""
-    return f"{sockets_folder()}/symm_mem-{os.getpid()}"
+    return _socket_of(os.getpid())
+
+
+def _socket_of(process: int) -> str:
+    return f"{sockets_folder()}/symm_mem-{process}"
 
 
 def sockets_place() -> str:
@@ -181,6 +185,11 @@ def waiting_for(processes: Mapping[int, int], seconds: float) -> Iterator[None]:
         if (place := handover.end()) < 0:
             raise
         what = f"waited {seconds:g} s for GPU memory of other ranks"
+        # a rank has its socket from its arrival until all have each other's memory
+        if away := [
+            str(rank) for rank, number in processes.items() if not os.path.exists(_socket_of(number))
+        ]:
+            what += f", of which {' and '.join(away)} did not come"
         if place < len(processes):
             rank = list(processes)[place]
             what = f"the process of rank {rank} has ended before it gave others its GPU memory"
