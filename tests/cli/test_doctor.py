@@ -193,7 +193,7 @@ UNWRITTEN = "the driver writes no words from a stream (planted); use c10d"
         (
             [(0, 1), (0, 2), (1, 2)],
             UNWRITTEN,
-            [("note", f"GPU {gpu}: {UNWRITTEN}: symmetric is refused") for gpu in range(3)],
+            [("note", f"GPU {gpu}: {UNWRITTEN}; symmetric does not open") for gpu in range(3)],
         ),
     ],
 )

@@ -209,20 +209,20 @@ def probe_peers() -> Iterator[tuple[Health, str]]:
         more = f" ({len(apart)} such pairs)" * (len(apart) > 1)
         found.append(
             f"GPUs {first} and {second} cannot access each other's memory{more}: NCCL sends through memory "
-            "of the host, and symmetric is refused; nvidia-smi topo -p2p r says why"
+            "of the host, and symmetric does not open; nvidia-smi topo -p2p r says why"
         )
     if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
         found.append("NCCL_P2P_DISABLE is set: NCCL sends through memory of the host; unset it")
     for i in gpus:
-        if why := why_no_stream_writes(torch.zeros(4, dtype=torch.uint8, device=f"cuda:{i}")):
-            found.append(f"GPU {i}: {why}: symmetric is refused")
+        try:
+            why = why_no_stream_writes(torch.zeros(4, dtype=torch.uint8, device=f"cuda:{i}"))
+        except RuntimeError as error:  # it may be full, or another process's alone
+            why = f"nothing can be computed there now ({error})"
+        found.append(f"GPU {i}: {why}; symmetric does not open" if why else "")
     yield from (("note", text) for text in found if text)
     if not any(found):
-        yield (
-            "ok",
-            f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}, which streams write to"
-            + (", and which access each other's memory" * (len(gpus) > 1)),
-        )
+        peers = ", and which access each other's memory" if len(gpus) > 1 else ""
+        yield "ok", f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}, which streams write to{peers}"
 
 
 _RANKS_HERE = "LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"

@@ -7,7 +7,8 @@ Before a rank uses what it received, it compares headers: ranks in different cal
 data is mixed. Two calls of one kind, of which one rank skips one, look alike until another kind comes.
 
 Ranks that share memory send no headers for calls that move rows there: flags have a code of their call. Each
-writes the headers of all its calls into a page that the others read when they have waited long.
+writes the headers of all its calls into a page that the others read when they have waited long. So do ranks
+of NCCL on one machine, for errors and dumps.
 
 What sends nothing and must be alike all the same is noted: an op that this rank refused, or the ids it was
 given. Headers hold a checksum of all notes.

@@ -111,9 +111,10 @@ def _words_of(memory: SharedMemory, deadline: float) -> tuple[Words | None, str]
         except Exception as error:  # such as an error of the device
             found.append((None, f"flags are not readable: {error}"))
 
-    thread = threading.Thread(target=read, name="tpkernels dump of flags", daemon=True)
-    thread.start()
-    thread.join(max(0.0, deadline - time.monotonic()))
+    if (left := deadline - time.monotonic()) > 0:
+        thread = threading.Thread(target=read, name="tpkernels dump of flags", daemon=True)
+        thread.start()
+        thread.join(left)
     late = f"flags are not readable: the device has not answered for {LONGEST_READ:g} s"
     return found[0] if found else (None, late)
 

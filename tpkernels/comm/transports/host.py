@@ -84,10 +84,8 @@ class HostExchange(MailboxExchange):
             lines.append("  this rank's own rows are not all out")
         for peer, _ in peers_by_step(self.ranks, self.rank) if self._mailboxes else ():
             read = int(self.mailbox(peer).released)
-            lines.append(
-                f"  rank {peer} has "
-                + (f"read call {read} of these" if read != _CLOSED else "closed its end")
-            )
+            said = "closed its end" if read == _CLOSED else f"read call {read} of these"
+            lines.append(f"  rank {peer} has {said}")
         return lines
 
     def close(self) -> None:

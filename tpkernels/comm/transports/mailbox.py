@@ -182,12 +182,10 @@ class MailboxExchange:
 
     def state(self, words: Words | None) -> list[str]:
         """Describe calls, and the epochs of flags as far as they are known, for a dump."""
-        order = self.order
+        begun, where = self.order.begun, f"the last is call {self.last_call} of the group"
         lines = [
-            f"{self.name}, {self.layout}: {order.begun} calls begun, {order.begun - order.read} of them in "
-            f"flight; the last is call {self.last_call} of the group"
-            + ", replays of graphs are not counted"
-            * self.captured
+            f"{self.name}, {self.layout}: {begun} calls begun, {begun - self.order.read} of them in flight; "
+            + ("replays of graphs are not counted" if self.captured else where)
         ]
         for slot, (awaited, *flags) in enumerate(words or ()):
             if not awaited:  # no call has had it yet

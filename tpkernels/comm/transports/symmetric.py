@@ -26,7 +26,9 @@ ranks and stream writes need none. A barrier does: a kernel that waits for rows 
 enqueued behind the barrier of its own rank. Calls of one group in several streams take effect one after the
 other, see `StreamOrder`.
 
-A wait that has run out proves nothing: its rank raises, and what ranks compute from then on is not valid.
+A wait that has run out proves nothing: its rank raises, and what ranks compute from then on is not valid. In
+replays nothing of ours runs on the host. There each captured call copies the word of late waits to the host,
+where the watch of `calls` sees it and fails the group.
 
 Not run on a GPU yet.
 """
