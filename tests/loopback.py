@@ -100,6 +100,9 @@ class CountingKernels:
         word.add_(step)
         awaited.copy_(word | code)
 
+    def kernel_and_chunk(self, word: int) -> tuple[str, int]:
+        return "linear", word
+
 
 def _memories(name: str, layout: Layout, device: torch.device) -> list[Tensor]:
     layout.require_rows(name)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tpkernels.env import env_choice, env_flag
+from tpkernels.env import env_choice, env_flag, env_or_safe
 
 
 @pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), ("", True), (None, True)])
@@ -28,3 +28,23 @@ def test_a_word_is_one_of_those_that_are_known(monkeypatch):
     monkeypatch.setenv("TPKERNELS_SWITCH", "yes")
     with pytest.raises(ValueError, match="TPKERNELS_SWITCH is 'yes'; expected 0, 1 or timed"):
         env_choice("TPKERNELS_SWITCH", ("0", "1", "timed"))
+
+
+@pytest.mark.parametrize(
+    ("safe", "value", "read"),
+    [("0", None, "auto"), ("0", "fast", "fast"), ("1", None, "slow"), ("1", "slow", "slow")],
+)
+def test_safe_mode_sets_what_is_not_set(safe, value, read, monkeypatch):
+    monkeypatch.setenv("TPKERNELS_SAFE", safe)
+    if value is not None:
+        monkeypatch.setenv("TPKERNELS_WAY", value)
+    assert env_or_safe("TPKERNELS_WAY", "auto", safe="slow") == read
+
+
+@pytest.mark.parametrize("value", ["fast", "auto", ""])
+def test_safe_mode_refuses_another_setting(value, monkeypatch):
+    monkeypatch.setenv("TPKERNELS_SAFE", "1")
+    monkeypatch.setenv("TPKERNELS_WAY", value)
+    words = f"TPKERNELS_SAFE=1 takes TPKERNELS_WAY=slow, got '{value}'; unset one of them"
+    with pytest.raises(ValueError, match=words):
+        env_or_safe("TPKERNELS_WAY", "auto", safe="slow")

@@ -10,6 +10,7 @@ from tpkernels.buckets.collectives import bucketed_all_reduce_ as bucketed_all_r
 from tpkernels.buckets.collectives import bucketed_broadcast_ as bucketed_broadcast_
 from tpkernels.buckets.collectives import bucketed_reduce_scatter as bucketed_reduce_scatter
 from tpkernels.buckets.gradients import GradientBuckets as GradientBuckets
+from tpkernels.comm.dump import dump_calls as dump_calls
 from tpkernels.explanation import explain as explain
 from tpkernels.groups.initialize import create_parallel_state as create_parallel_state
 from tpkernels.groups.initialize import destroy_model_parallel as destroy_model_parallel

@@ -18,6 +18,15 @@ def env_choice(name: str, values: Sequence[str]) -> str:
     return value
 
 
+def env_or_safe(name: str, default: str, safe: str) -> str:
+    """Return the variable; under TPKERNELS_SAFE=1 the safe value, and ValueError if another was asked for."""
+    if not env_flag("TPKERNELS_SAFE", default=False):
+        return os.environ.get(name, default)
+    if (value := os.environ.get(name, safe)) != safe:
+        raise ValueError(f"TPKERNELS_SAFE=1 takes {name}={safe}, got {value!r}; unset one of them")
+    return safe
+
+
 def env_flag(name: str, default: bool) -> bool:
     """Whether the variable is 1; ValueError for a value other than 0 and 1, which is never ignored."""
     value = os.environ.get(name, "")

@@ -64,6 +64,8 @@ def test_best_is_the_first_that_fits_and_that_train_runs(options, capsys):
     if flat:
         (tensor, stages, data), numbers = flat[0]
         assert best(printed) == f"tp={tensor} pp={stages} dp={data}, {numbers[-1]:.3f} s"
+        shared = [f"{3 * 2 * 8192 * 8192 * 2 / 1e9:.1f}"] if tensor > 1 else []  # 8192 tokens and features
+        assert re.findall("^beyond its peak: (.*) GB of symmetric memory", printed, re.MULTILINE) == shared
     else:
         why = "no layout without pipeline stages fits; tp=8 pp=1 dp=8 lacks 12.6 GB"
         assert best(printed) == f"none, because {why}"

@@ -149,6 +149,82 @@ def test_variables_of_others_are_no_mistakes():
     ]
 
 
+SLURM = {"SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0"}
+CURE = "srun --ntasks-per-node=8 --gpus-per-node=8 --gpu-bind=none without --gpus-per-task"
+
+
+@pytest.mark.parametrize(
+    ("environment", "visible", "cause", "cure"),
+    [
+        (SLURM, 1, "each of 8 ranks here sees one GPU (SLURM_GPUS_PER_TASK=1)", CURE),
+        (SLURM, 8, "(SLURM_GPUS_PER_TASK=1)", CURE),  # in the batch script, whose steps will see one
+        (SLURM | {"SLURM_GPUS_PER_TASK": "h100:1"}, 1, "(SLURM_GPUS_PER_TASK=h100:1)", CURE),
+        (SLURM | {"SLURM_GPUS_PER_TASK": "8"}, 8, "", ""),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1"}, 1, "", ""),  # the step has one task
+        (
+            {"SLURM_NTASKS_PER_NODE": "8", "SLURM_TRES_PER_TASK": "cpu:4,gres/gpu:1"},
+            1,
+            "(SLURM_TRES_PER_TASK=cpu:4,gres/gpu:1)",
+            CURE,
+        ),
+        ({"SLURM_TASKS_PER_NODE": "8", "SLURM_GPU_BIND": "single:1"}, 1, "(SLURM_GPU_BIND=single:1)", CURE),
+        ({"SLURM_TASKS_PER_NODE": "8", "SLURM_GPU_BIND": "none"}, 8, "", ""),
+        (
+            {"LOCAL_WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": "3"},
+            1,
+            "each of 4 ranks here sees one GPU (CUDA_VISIBLE_DEVICES=3)",
+            "leave CUDA_VISIBLE_DEVICES alike on all ranks",
+        ),
+        ({"LOCAL_WORLD_SIZE": "4"}, 4, "", ""),
+        ({"CUDA_VISIBLE_DEVICES": "3"}, 1, "", ""),  # one process
+    ],
+)
+def test_a_launcher_that_hides_other_ranks_gpus_is_told(environment, visible, cause, cure):
+    said = doctor.hidden_peers(environment, visible)
+    assert (cause in said, cure in said, bool(said)) == (True, True, bool(cause))
+
+
+APART = "cannot access each other's memory"
+UNWRITTEN = "the driver writes no words from a stream (planted); use c10d"
+
+
+@pytest.mark.parametrize(
+    ("linked", "writes", "found"),
+    [
+        ([(0, 1), (0, 2), (1, 2)], "", [("ok", "3 GPUs, which streams write to, and which access each")]),
+        ([(0, 2), (1, 2)], "", [("note", f"GPUs 0 and 1 {APART}: NCCL sends through memory of the host")]),
+        ([(0, 1)], "", [("note", f"GPUs 0 and 2 {APART} (2 such pairs): NCCL")]),
+        (
+            [(0, 1), (0, 2), (1, 2)],
+            UNWRITTEN,
+            [("note", f"GPU {gpu}: {UNWRITTEN}; symmetric does not open") for gpu in range(3)],
+        ),
+    ],
+)
+def test_gpus_that_do_not_reach_each_other_are_told(linked, writes, found, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda *pair: pair in linked)
+    monkeypatch.setattr("torch.zeros", lambda *_, **options: options["device"])
+    monkeypatch.setattr("tpkernels.comm.transports.rendezvous.why_no_stream_writes", lambda memory: writes)
+    seen = list(doctor.probe_peers())
+    assert [
+        (health, text[: len(said)]) for (health, text), (_, said) in zip(seen, found, strict=True)
+    ] == found
+
+
+def test_a_switch_of_nccl_is_told(monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    test_gpus_that_do_not_reach_each_other_are_told(
+        [(0, 1), (0, 2), (1, 2)], "", [("note", "NCCL_P2P_DISABLE is set: NCCL sends through")], monkeypatch
+    )
+
+
+def test_without_a_gpu_nothing_is_said_of_peers(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert list(doctor.probe_peers()) == []
+
+
 NEWEST = doctor.TESTED_TRITON[1]
 NEWER = f"is newer than the newest tested, {NEWEST}: pip install 'triton<3.{int(NEWEST[2:]) + 1}'"
 

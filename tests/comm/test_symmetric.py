@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.loopback import CountingKernels, VirtualHandle, open_symmetric_loopback, start
+from tests.loopback import CountingKernels, VirtualHandle, open_symmetric_loopback, start, write_word
 from tpkernels.comm.schedule import flag_of, gather_plan, reduce_plan
 from tpkernels.comm.side_stream import SideStream, StreamOrder
 from tpkernels.comm.transports import rendezvous, symmetric
@@ -109,6 +109,26 @@ def test_ranks_that_see_one_gpu_each_are_let_through_by_torch(before, monkeypatc
     assert os.environ.get(rendezvous.OVERLAPPING) == before
 
 
+def refuses(word: torch.Tensor, offset: int, value: int) -> None:
+    raise RuntimeError("CUDA driver error: operation not supported")
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (write_word, ""),
+        (refuses, "the driver writes no words from a stream (CUDA driver error: operation not supported)"),
+        (lambda *_: None, "a stream wrote 1, and the word is 0"),
+    ],
+)
+def test_drivers_that_write_no_words_are_refused(write, said, monkeypatch):
+    memory = Mock(stream_write_value32=write)
+    monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory", memory)
+    word = torch.zeros(8, dtype=torch.uint8)
+    assert rendezvous.why_no_stream_writes(word) == said + "; use c10d" * bool(said)
+    assert not word.any()
+
+
 class ManagementLibrary:
     """Stands for NVIDIA's: GPUs a, b, c and d, of which a and b have NVLink, b and c a PCIe with atomics."""
 
@@ -185,9 +205,11 @@ def test_a_rank_that_ends_before_it_gives_others_its_memory_is_named(seconds, wa
     peer.wait()
 
 
-def test_a_rank_that_gives_no_memory_in_time_is_an_error(waits_for_memory):
-    words = r"^waited 0.1 s for GPU memory of other ranks"
-    with pytest.raises(RuntimeError, match=words), rendezvous.waiting_for({1: os.getpid()}, 0.1):
+@pytest.mark.parametrize("away", ["", ", of which 2 did not come"])
+def test_a_rank_that_gives_no_memory_in_time_is_an_error(away, waits_for_memory):
+    words = rf"^waited 0.1 s for GPU memory of other ranks{away}$"
+    peers = {1: os.getpid()} | ({2: os.getppid()} if away else {})  # which has no socket
+    with pytest.raises(RuntimeError, match=words), rendezvous.waiting_for(peers, 0.1):
         waits_for_memory(1)
 
 
@@ -355,6 +377,21 @@ def test_the_status_is_asked_for_every_64_calls_and_when_an_exchange_closes():
         end.close()
     end.close()
     other.close()
+
+
+def test_a_replay_that_waited_in_vain_is_seen_without_a_call(capturing):
+    (end, _) = open_symmetric_loopback("it", LAYOUT)
+    end.flag_kernels = CountingKernels()
+    end._seen = torch.zeros(1, dtype=torch.int32)  # as on a GPU, memory of the host
+    end._seen_word = end._seen.numpy()
+    end.status.fill_(3)
+    start(end, ROWS).end()
+    assert (end.late(), end.missed()) == (0, "")  # eager calls look, and raise, themselves
+    capturing.return_value = True
+    start(end, ROWS).end()  # a replay copies what this call copies
+    said = end.missed()
+    assert said.startswith("replay: rows of rank 1 (chunk 3) did not arrive: it died, came too late")
+    assert said.endswith("Cause: a wait of linear ran out in a graph; results are not valid")
 
 
 def test_margins_leave_processors_to_what_kernels_wait_for():

@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
@@ -16,6 +17,7 @@ from tpkernels import GPT, create_parallel_state, initialize_model_parallel, pla
 from tpkernels.buckets.layout import ALIGNMENT
 from tpkernels.comm import calls
 from tpkernels.comm.tensor_parallel import TensorParallel
+from tpkernels.comm.transports import select
 from tpkernels.planning.job import Job, RankLayout
 from tpkernels.planning.memory import (
     MemoryUse,
@@ -25,6 +27,7 @@ from tpkernels.planning.memory import (
     kept_by_rotation,
     memory_of,
     memory_of_stage,
+    symmetric_memory,
 )
 from tpkernels.training.config import TrainConfig
 from tpkernels.training.measures import least_bytes
@@ -152,3 +155,22 @@ def test_states_are_split_over_data_ranks_and_the_fullest_stage_counts():
     assert memory_of(job, RankLayout(1, 4, 1)).peak == max(stage.peak for stage in stages)
     assert MemoryUse(1, 2, 4, 8, 16).peak == 23
     assert MemoryUse(1, 2, 4, 16, 8).peak == 23
+
+
+def opened(name, sequence_parallel):
+    """Bytes of the slots of all exchanges that a step of a model opens."""
+    initialize_model_parallel(2)
+    ids = torch.arange(BATCH * TOKENS).view(BATCH, TOKENS)
+    GPT(MODELS[name], dtype=torch.bfloat16, sequence_parallel=sequence_parallel)(ids, ids).backward()
+    exchanges = [each for own in select._of_group.values() for each in own._open.values()]
+    return sum(memory.nbytes for exchange in exchanges for memory in exchange.memories)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_memory_that_ranks_share_is_predicted(name, sequence_parallel, ranks2):
+    """Symmetric memory has the layout of shared memory."""
+    job = job_of(MODELS[name], element=2, sequence_parallel=sequence_parallel)
+    found = ranks2.run(under, "shared", "torch", opened, name, sequence_parallel)
+    assert found == [symmetric_memory(job, 2)] * 2
+    assert symmetric_memory(job, 1) == 0

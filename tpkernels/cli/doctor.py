@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from difflib import SequenceMatcher
 from io import TextIOWrapper
+from itertools import combinations
 from signal import strsignal
 from tempfile import TemporaryFile
 from typing import Literal, NamedTuple
@@ -29,7 +31,7 @@ RANKS, RANK = 2, "rank"  # of the self-test; argument of one of its ranks
 # Versions that pyproject.toml allows: the oldest and the newest tested, see docs/ci.md.
 TESTED_TORCH = ("2.11", "2.15")
 TESTED_TRITON = ("3.6", "3.9")
-PREFIXES = ("TPKERNELS_", "TRITON_", "TORCH_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MASTER_")
+PREFIXES = ("TPKERNELS_", "TRITON_", "TORCH_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MASTER_", "SLURM_GPU")
 _SWITCH = ("0", "1", "")
 _ANYTHING = ()  # a path, or a number that its reader checks
 VARIABLES: dict[str, tuple[str, ...]] = {  # allowed values
@@ -40,9 +42,11 @@ VARIABLES: dict[str, tuple[str, ...]] = {  # allowed values
     "TPKERNELS_CHECK_REPLICAS": _ANYTHING,
     "TPKERNELS_CXXFLAGS": _ANYTHING,  # of setup.py
     "TPKERNELS_DEBUG": _SWITCH,
+    "TPKERNELS_DUMP": _SWITCH,
     "TPKERNELS_LOG": ("choices", "calls", "choices,calls", "calls,choices", ""),
     "TPKERNELS_NVTX": _SWITCH,
     "TPKERNELS_REQUIRE_EXT": _SWITCH,  # of setup.py
+    "TPKERNELS_SAFE": _SWITCH,
     "TPKERNELS_TP_INVARIANT": _ANYTHING,
     "TPKERNELS_TRANSPORT": ("auto", "c10d", "shared", "symmetric", "symmetric-rounds"),
     "TPKERNELS_TUNE": _SWITCH,
@@ -190,6 +194,74 @@ def probe_gpu() -> Iterator[tuple[Health, str]]:
             yield "ok", f"{i}: {gpu.name}, {memory}, {version}, CUDA {runtime}, NCCL {nccl}"
 
 
+def probe_peers() -> Iterator[tuple[Health, str]]:
+    """Look at what ranks of this machine need from each other's GPUs; nothing without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    from tpkernels.comm.transports.rendezvous import why_no_stream_writes
+
+    gpus = range(torch.cuda.device_count())
+    found = [hidden_peers(os.environ, len(gpus))]
+    apart = [pair for pair in combinations(gpus, 2) if not torch.cuda.can_device_access_peer(*pair)]
+    if apart:
+        first, second = apart[0]
+        more = f" ({len(apart)} such pairs)" * (len(apart) > 1)
+        found.append(
+            f"GPUs {first} and {second} cannot access each other's memory{more}: NCCL sends through memory "
+            "of the host, and symmetric does not open; nvidia-smi topo -p2p r says why"
+        )
+    if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
+        found.append("NCCL_P2P_DISABLE is set: NCCL sends through memory of the host; unset it")
+    for i in gpus:
+        try:
+            why = why_no_stream_writes(torch.zeros(4, dtype=torch.uint8, device=f"cuda:{i}"))
+        except RuntimeError as error:  # it may be full, or another process's alone
+            why = f"nothing can be computed there now ({error})"
+        found.append(f"GPU {i}: {why}; symmetric does not open" if why else "")
+    yield from (("note", text) for text in found if text)
+    if not any(found):
+        peers = ", and which access each other's memory" if len(gpus) > 1 else ""
+        yield "ok", f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}, which streams write to{peers}"
+
+
+_RANKS_HERE = "LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"
+_ONE_GPU_A_TASK = {  # values of Slurm's options that give each task one GPU
+    "SLURM_GPUS_PER_TASK": r"(\w+:)?1$",
+    "SLURM_TRES_PER_TASK": r".*gres[/:]gpu([:=]\w+)?[:=]1\b",
+    "SLURM_GPU_BIND": r"(verbose,)?(single|per_task):1$|(verbose,)?(map|mask)_gpu:",
+}
+
+
+def hidden_peers(environment: Mapping[str, str], visible: int) -> str:
+    """Return what hides the GPUs of the other ranks of this machine, and the cure; an empty text if nothing.
+
+    visible: how many GPUs this process sees
+    """
+    counts = [re.match(r"\d+", environment.get(name, "")) for name in _RANKS_HERE]
+    ranks = next((int(count[0]) for count in counts if count), 1)
+    causes = [
+        f"{name}={value}"
+        for name, pattern in _ONE_GPU_A_TASK.items()
+        if re.match(pattern, value := environment.get(name, ""))
+    ]
+    if ranks < 2 or (visible > 1 and not causes):
+        return ""
+    cure = "leave CUDA_VISIBLE_DEVICES alike on all ranks, and call torch.cuda.set_device(LOCAL_RANK)"
+    if any(name.startswith("SLURM_") for name in environment):
+        cure = (
+            f"srun --ntasks-per-node={ranks} --gpus-per-node={ranks} --gpu-bind=none without --gpus-per-task"
+            ", and torch.cuda.set_device(SLURM_LOCALID)"
+        )
+    devices = f"CUDA_VISIBLE_DEVICES={environment.get('CUDA_VISIBLE_DEVICES', '')}"
+    return (
+        f"each of {ranks} ranks here sees one GPU ({', '.join(causes) or devices}): memory of the others' "
+        "mostly cannot be mapped, so NCCL sends through memory of the host, and symmetric does not open; "
+        f"{cure}"
+    )
+
+
 def probe_triton() -> Iterator[tuple[Health, str]]:
     try:
         import numpy
@@ -245,6 +317,7 @@ def rank_of_self_test() -> None:
 PROBES: dict[str, Callable[[], Iterator[tuple[Health, str]]]] = {
     "torch": probe_torch,
     "gpu": probe_gpu,
+    "peers": probe_peers,
     "triton": probe_triton,
     "extension": probe_extension,
     "self-test": probe_self_test,

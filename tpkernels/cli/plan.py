@@ -19,7 +19,7 @@ from tpkernels.groups.sizes import DEFAULT_ORDER
 from tpkernels.models.config import GPTConfig, model_config
 from tpkernels.planning.gpus import gpu_named
 from tpkernels.planning.job import Hardware, Job, RankLayout
-from tpkernels.planning.memory import parameters_of_stage
+from tpkernels.planning.memory import parameters_of_stage, symmetric_memory
 from tpkernels.planning.reshard import Holders, traffic
 from tpkernels.planning.step_time import Advice, Prediction, advise
 
@@ -168,7 +168,7 @@ def _advise(options: Namespace) -> int:
     most = machine.gpus_per_node if options.max_tp is None else options.max_tp
     advice = advise(job, machine, options.world_size, most)
     listed = advice.fitting + advice.too_large if options.all else advice.fitting[: options.top]
-    table = "\n".join([_table(listed), _best(advice)])
+    table = "\n".join([_table(listed), _best(advice, job)])
     text = "\n\n".join([_heading(options, job, machine), table, _others(advice), _assumptions(machine)])
     write_json(options.json, {"job": asdict(job), "machine": asdict(machine), **asdict(advice)})
     print(text)
@@ -222,14 +222,16 @@ def _width(name: str) -> int:
     return 5 if len(name) == 2 else max(10, len(name) + 2)
 
 
-def _best(advice: Advice) -> str:
-    """Return in a line the best layout that `train` can run; the table has layouts that beat it."""
+def _best(advice: Advice, job: Job) -> str:
+    """Return the best layout that `train` can run; the table has layouts that beat it."""
     flat = [found for found in advice.fitting + advice.too_large if found.layout.pipeline == 1]
     if not flat:
         return "best for `train`: none, because no layout without pipeline stages is possible"
     first = flat[0]
     if first.fits:
-        return f"best for `train`: {first.layout}, {first.time.total:.3f} s"
+        shared = symmetric_memory(job, first.layout.tensor) / _GB
+        more = f"\nbeyond its peak: {shared:.1f} GB of symmetric memory, where ranks use it" if shared else ""
+        return f"best for `train`: {first.layout}, {first.time.total:.3f} s{more}"
     return (
         f"best for `train`: none, because no layout without pipeline stages fits; {first.layout} lacks "
         f"{first.excess / _GB:.1f} GB"

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import Call, handshake
 from tpkernels.comm.calls import CannotTakePart as CannotTakePart
+from tpkernels.comm.dump import install_if_asked
 from tpkernels.comm.groups import exchange_device
 from tpkernels.comm.transports import processes
 from tpkernels.comm.transports.c10d import gather_small
@@ -64,6 +65,7 @@ class Claim:
 
 def agree(claim: Claim, group: ProcessGroup) -> None:
     """Compare the claims of all ranks: return on all of them, or raise the same error on all of them."""
+    install_if_asked()
     text = json.dumps([claim.request, claim.tensors, claim.problem]).encode()
     digest = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
     message = torch.frombuffer(bytearray(digest + len(text).to_bytes(8, "little")), dtype=torch.uint8)

@@ -7,7 +7,8 @@ Before a rank uses what it received, it compares headers: ranks in different cal
 data is mixed. Two calls of one kind, of which one rank skips one, look alike until another kind comes.
 
 Ranks that share memory send no headers for calls that move rows there: flags have a code of their call. Each
-writes the headers of all its calls into a page that the others read when they have waited long.
+writes the headers of all its calls into a page that the others read when they have waited long. So do ranks
+of NCCL on one machine, for errors and dumps.
 
 What sends nothing and must be alike all the same is noted: an op that this rank refused, or the ids it was
 given. Headers hold a checksum of all notes.
@@ -26,13 +27,15 @@ first cause of other ranks, and aborts the communicator. That a peer has died is
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import struct
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from ctypes import memset
 from datetime import timedelta
 from mmap import mmap
 from typing import Any
@@ -44,6 +47,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Store, Work, distributed_c10d
 from torch.utils.checkpoint import _StopRecomputationError
 
+from tpkernels.comm.transports.memory import SharedMemory
 from tpkernels.errors import cause_of
 from tpkernels.extension import ExtensionState, extension
 from tpkernels.reserved_sms import Reservation
@@ -62,11 +66,15 @@ INTERVAL = 1.0  # seconds between two looks for the first cause of other ranks
 _NUMBERS = struct.Struct("<QII")  # in a header, before its text: of the call, and checksums of notes and text
 _MESSAGE, _NEVER_SENT = 2**31 - 3, 2**31 - 1  # tags that chunks do not have
 _FAILURE = "tpkernels failure"
+_WATCHDOG = "exception_dump"  # torch's, in the store of the world: its watchdog ends all ranks in a minute
 _LONGEST_WAIT = 5.0  # seconds at exit, for a collective that other ranks keep in flight
 _LATEST = 64  # calls of a rank whose headers are in its page, behind the number of the last one
 PAGE_BYTES = (1 + _LATEST) * HEADER_BYTES
 
 Key = tuple[Any, ...]
+Receive = tuple[int, Tensor, Work]  # from which peer, into what
+
+on_failure: list[Callable[[str], object]] = []  # called with the cause, before a group ends
 
 
 class CannotTakePart(RuntimeError):
@@ -112,14 +120,17 @@ class Calls:
         # what collectives reserve, by device and segments of TP-invariance
         self.reservations: dict[tuple[torch.device, int], Reservation] = {}
         self.moved = 0  # calls in which rows travel
-        self.in_flight = 0
+        self.latest: deque[tuple[int, str]] = deque(maxlen=_LATEST)  # number and description, for a dump
+        # calls over gloo that have not ended, by number: what is received from which peer
+        self.in_flight: dict[int, list[Receive]] = {}
+        self.memory: Collection[SharedMemory] = ()
         self.pages: dict[int, mmap] = {}  # of the ranks of this machine, once they share memory
         self._number = self._noted = 0
         self._last_note = ""
         self._entered: list[int] = []
         self._group = ref(group)  # its threads end with it
         self._has_tags: dict[str, bool] = {}
-        self._posted: deque[list[tuple[int, Tensor, Work]]] = deque()  # where a peer's next message lands
+        self.posted: deque[list[Receive]] = deque()  # where a peer's next message lands
         self._times: dict[str, int] = {}
 
     def __enter__(self) -> None:
@@ -136,10 +147,15 @@ class Calls:
             return
         if self.moved == before and isinstance(error, _REFUSALS):
             self.note(f"{str(error).partition(':')[0]}: refused")
-        else:
-            self.fail(f"{type(error).__name__}: {cause_of(error)}")
-            if isinstance(error, CommunicationError):  # how it came here says nothing to a user
-                raise error.with_traceback(None) from None
+            return
+        cause = f"{type(error).__name__}: {cause_of(error)}"
+        # of a device, such as of torch's barrier after its time-out, which names a rank on the terminal alone
+        if isinstance(error, torch.AcceleratorError) and (behind := self.behind()):
+            cause += f"; {behind}"
+            getattr(error, "add_note", str)(behind)  # Python 3.10 has no notes
+        self.fail(cause)
+        if isinstance(error, CommunicationError):  # how it came here says nothing to a user
+            raise error.with_traceback(None) from None
 
     def require_usable(self, op: str) -> None:
         """Raise an error if the group was destroyed, has failed, or belongs to another process."""
@@ -148,7 +164,7 @@ class Calls:
                 f"{op}: process group '{self.name}' has failed and cannot be used any more: {self.failure}. "
                 "Destroy it and make a new one, on all ranks"
             )
-        if not self._is_alive():
+        if not self.group_is_alive():
             raise RuntimeError(f"{op}: process group '{self.name}' was destroyed; make a new one")
 
     def add_kind(self, key: Key, kind: Kind) -> Kind:
@@ -175,14 +191,19 @@ class Calls:
         assert group is not None, "it was not destroyed"
         self._number = number = self._number + 1
         self.moved += moves
+        self.latest.append((number, kind.described))
         _NUMBERS.pack_into(kind.buffer, 0, number, self._noted, kind.checksum)
         if self.pages:
-            page, place = self.pages[self.rank], _place_of(number)
-            page[place] = kind.buffer
-            page[:8] = kind.buffer[:8]  # now the header is there
+            self.write_header(kind, number)
         # below the tags of messages, and hardly shared by calls of another kind or number
         tag = (kind.checksum ^ self._noted ^ number * 0x9E3779B1) % _MESSAGE
         return Call(op, group, self, kind, number, tag)
+
+    def write_header(self, kind: Kind, number: int) -> None:
+        """Let ranks of this machine read the header of the call that has begun."""
+        page = self.pages[self.rank]
+        page[place_of(number)] = kind.buffer
+        page[:8] = kind.buffer[:8]  # now the header is there
 
     def has_tags(self, device: torch.device) -> bool:
         """Whether the backend matches messages by tag; NCCL matches them by order alone."""
@@ -202,12 +223,13 @@ class Calls:
         if is_profiled:
             torch.autograd._enable_record_function(False)
         try:
-            while len(self._posted) < count:
+            while len(self.posted) < count:
                 posted = []
                 for peer in self.peers:
                     message = torch.empty(HEADER_BYTES + self.eager_bytes, dtype=torch.uint8, device="cpu")
+                    memset(message.data_ptr(), 0, 8)  # a dump sees by the number whether its header is there
                     posted.append((peer, message, group.recv([message], peer, _MESSAGE)))
-                self._posted.append(posted)
+                self.posted.append(posted)
         finally:
             if is_profiled:
                 torch.autograd._enable_record_function(True)
@@ -217,23 +239,38 @@ class Calls:
 
         For waits that have taken long, in memory that ranks share.
         """
-        place = _place_of(call.number)
+        place = place_of(call.number)
         for peer, page in self.pages.items():
             if int.from_bytes(page[:8], "little") >= call.number:  # looked at first: its header is there then
                 ours, theirs = self.pages[self.rank][place], page[place]
                 if theirs != ours:
                     raise self.differing(ours, theirs, peer)
 
+    def behind(self) -> str:
+        """Return which ranks of this machine have not begun this rank's last call, and where they are.
+
+        Where they write no pages, and where all have begun it, an empty text.
+        """
+        last = {peer: int.from_bytes(page[:8], "little") for peer, page in self.pages.items()}
+        found = [
+            f"rank {peer} is at call {number} '{read_header(self.pages[peer][place_of(number)])[1]}'"
+            for peer, number in last.items()
+            if number < self._number
+        ]
+        return f"{'; '.join(found)}, this rank at call {self._number}" if found else ""
+
     def fail(self, cause: str) -> None:
         """End the group on all ranks: later calls raise an error that names the first cause."""
         if self.failure:
             return
+        for told in on_failure:
+            told(cause)
         self.failure = cause = f"rank {self.rank}: {cause}"[:LONGEST_CAUSE]
         with suppress(RuntimeError):  # a store may have died with its rank
             if (store := self._store()) is not None:
                 self.failure = store.compare_set(_FAILURE, "", cause).decode()
         self._close_connections()
-        for backend in self._of_nccl():
+        for backend in self.nccl_backends():
             with suppress(RuntimeError, AttributeError):  # ended already, or not torch's own
                 backend.abort()
 
@@ -244,6 +281,13 @@ class Calls:
                 if (store := self._store()) is not None and store.check([_FAILURE]):
                     return store.get(_FAILURE).decode()
         return self.failure
+
+    def is_ended_by_watchdog(self) -> bool:
+        """Whether torch's watchdog of NCCL has found a time-out or an error, on any rank."""
+        store = self._store()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        return store is not None and store.check([_WATCHDOG])
 
     def end_threads(self) -> None:
         """End the threads of a group that was destroyed but is still referenced.
@@ -257,8 +301,8 @@ class Calls:
 
     def differing(self, ours: bytes, theirs: bytes, peer: int) -> CommunicationError:
         """Return the error of two headers that differ."""
-        (number, noted, _), text = _read(ours)
-        (other_number, other_noted, _), other_text = _read(theirs)
+        (number, noted, _), text = read_header(ours)
+        (other_number, other_noted, _), other_text = read_header(theirs)
         said = f"call {number} is '{text}' on rank {self.rank}, '{other_text}' on rank {peer}"
         if text == other_text:
             said = f"'{text}' is call {number} on rank {self.rank}, {other_number} on rank {peer}"
@@ -272,10 +316,10 @@ class Calls:
             "equal requires_grad, shapes, options and ids (TPKERNELS_DEBUG=1 compares them before each)"
         )
 
-    def _of_nccl(self) -> list[Any]:
+    def nccl_backends(self) -> list[Any]:
         """The group's backends for which the host does not wait."""
         group, found = self._group(), []
-        if group is not None and self._is_alive():
+        if group is not None and self.group_is_alive():
             for device in group._device_types:
                 with suppress(RuntimeError):
                     backend = group._get_backend(device)
@@ -286,7 +330,7 @@ class Calls:
     def _close_connections(self) -> None:
         """Those of gloo, by a wait that runs out at once: nothing else wakes the ranks that wait for us."""
         group = self._group()
-        if group is None or self.ranks == 1 or not self._is_alive():
+        if group is None or self.ranks == 1 or not self.group_is_alive():
             return
         with suppress(RuntimeError):
             if not self.has_tags(torch.device("cpu")):
@@ -296,7 +340,7 @@ class Calls:
             with suppress(RuntimeError):
                 group.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
-    def _is_alive(self) -> bool:
+    def group_is_alive(self) -> bool:
         return (group := self._group()) is not None and is_alive(group)
 
     def _store(self) -> Store | None:
@@ -318,7 +362,6 @@ class Call:
     def announce(self, rows: Tensor | None = None, by_peer: list[Tensor] | None = None) -> None:
         """Send the header to all peers, with few rows: the same for each, or of each rank, contiguous."""
         calls, group, kind = self.calls, self.group, self.kind
-        calls.in_flight += 1
         if rows is not None:
             message = torch.cat((kind.header, rows.view(torch.uint8).view(-1)))
         else:
@@ -326,9 +369,10 @@ class Call:
         self._header = message
         peer: int | str = " or ".join(map(str, calls.peers))
         try:
-            if not calls._posted:
+            if not calls.posted:
                 calls.post_receives(group, 1)
-            self._received = calls._posted.popleft()
+            self._received = calls.posted.popleft()
+            calls.in_flight[self.number] = [*self._received]
             for peer in calls.peers:
                 if by_peer is not None:
                     message = torch.cat((kind.header, by_peer[peer].view(torch.uint8).view(-1)))
@@ -347,6 +391,7 @@ class Call:
         """Have a chunk received; returns the function that blocks until it is there."""
         try:
             receiving = self.group.recv([rows], peer, self.tag)
+            self.calls.in_flight[self.number].append((peer, rows, receiving))
         except RuntimeError as error:
             raise self.blaming(peer, "rank {} cannot be reached", error) from error
 
@@ -384,7 +429,7 @@ class Call:
             except RuntimeError as error:
                 raise self.blaming(peer, "rank {} did not take its rows", error) from error
         self._sends.clear()
-        calls.in_flight -= 1
+        calls.in_flight.pop(self.number, None)
         if not calls.in_flight:  # while a call waits, posting would take its time
             with suppress(RuntimeError):  # a peer has left after its last call: a next one would raise
                 calls.post_receives(self.group, AHEAD)
@@ -406,11 +451,11 @@ def blaming(op: str, what: str, where: str, rank: int, ranks: int, cause: object
     )
 
 
-def _read(header: bytes) -> tuple[tuple[int, ...], str]:
+def read_header(header: bytes) -> tuple[tuple[int, ...], str]:
     return _NUMBERS.unpack_from(header), header[_NUMBERS.size :].decode(errors="replace").strip()
 
 
-def _place_of(number: int) -> slice:
+def place_of(number: int) -> slice:
     """Return where the header of a call lies in a page."""
     start = (1 + number % _LATEST) * HEADER_BYTES
     return slice(start, start + HEADER_BYTES)
@@ -436,7 +481,7 @@ def calls_of(group: ProcessGroup) -> Calls:
     if found is None:
         found = CALLS_OF[id(group)] = Calls(group)
         finalize(group, _forget, id(group))  # another group may get the id
-        if found.ranks > 1 and found._of_nccl():
+        if found.ranks > 1 and found.nccl_backends():
             _watch.start()
     return found
 
@@ -444,7 +489,8 @@ def calls_of(group: ProcessGroup) -> Calls:
 def _forget(number: int) -> None:
     """Let go of what is posted before the group's connections end, and not when garbage is collected."""
     if (calls := CALLS_OF.pop(number, None)) is not None:
-        calls._posted.clear()
+        calls.posted.clear()
+        calls.in_flight.clear()
         calls.kinds.clear()
         calls.splits.clear()
 
@@ -478,7 +524,10 @@ def kind_of(calls: Calls, key: Key, described: str) -> Kind:
 
 
 class _Watch:
-    """Looks about once a second for ranks of NCCL that have failed; its thread keeps no process alive."""
+    """Looks about once a second for ranks of NCCL that have failed, and for replays that have missed rows.
+
+    Its thread keeps no process alive.
+    """
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -494,8 +543,14 @@ class _Watch:
         while not self._ended.wait(INTERVAL):
             for calls in list(CALLS_OF.values()):
                 with suppress(RuntimeError):  # a store may have died with its rank
-                    if not calls.failure and calls._of_nccl() and (cause := calls.first_failure()):
-                        calls.fail(cause)  # else other ranks wait for us in a kernel
+                    if not calls.failure and calls.nccl_backends():
+                        if missed := next(filter(None, (each.missed() for each in list(calls.memory))), ""):
+                            logging.getLogger("tpkernels.comm").error("%s", missed)  # no call may come
+                        if cause := missed or calls.first_failure():
+                            calls.fail(cause)  # else other ranks wait for us in a kernel
+                        elif on_failure and calls.is_ended_by_watchdog():
+                            for told in on_failure:
+                                told("torch's watchdog of NCCL has found a time-out or an error on a rank")
 
     def end(self) -> None:
         """End the thread, before the interpreter ends: a thread in torch's store would abort the process."""

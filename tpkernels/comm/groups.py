@@ -13,6 +13,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup, ReduceOp, Work, distributed_c10d
 
 from tpkernels.comm.calls import calls_of, calls_so_far
+from tpkernels.comm.dump import install_if_asked
 from tpkernels.errors import cause_of
 
 
@@ -29,6 +30,7 @@ def required_group(group: Any, argument: str = "group", op: str = "") -> Process
             )
         if not runs:
             return group
+        install_if_asked()
         calls = calls_of(group)
     if calls.failure or group not in distributed_c10d._world.pg_map:
         calls.require_usable(op or argument)

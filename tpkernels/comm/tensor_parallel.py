@@ -37,12 +37,13 @@ from tpkernels.comm.transports.c10d import (
 )
 from tpkernels.comm.transports.in_memory import Mailboxes
 from tpkernels.comm.transports.rows import Gather, Kernels, Reduce, Reduced, Terms, Transport, part_of
-from tpkernels.env import env_choice
+from tpkernels.env import env_choice, env_flag
 from tpkernels.tp_invariance import OpInSegments, own_segments
 
 # Who sums over ranks: we, in the order of ranks ("0"), the backend ("1"), or who is timed fastest ("timed").
 # Read once. Ranks that differ in it make calls of other kinds, which they compare.
 backend_sums = env_choice("TPKERNELS_BACKEND_SUMS", ("0", "1", "timed"))
+safe = env_flag("TPKERNELS_SAFE", default=False)  # whether nothing overlaps, whatever layers ask for
 
 
 class Computing(Kernels, Protocol):
@@ -109,7 +110,7 @@ class TensorParallel:
         segments: of TP-invariance, over all ranks; 0: without it
         in_memory: ranks may share memory, where that is worth it; False: all goes over torch.distributed
         """
-        self.sequence_parallel, self.overlap = sequence_parallel, overlap
+        self.sequence_parallel, self.overlap = sequence_parallel, overlap and not safe
         # weakly: it is kept with the group's calls, which end with the group
         self._group = None if group is None or is_compiling() else ref(group)
         self._traced_group = group if is_compiling() else None

@@ -6,6 +6,8 @@ TPKERNELS_BACKEND, read when this module is imported, says which:
     torch     torch everywhere
     triton    Triton everywhere: on the CPU only in its interpreter (TRITON_INTERPRET=1)
 
+TPKERNELS_SAFE=1 means torch, and refuses the others.
+
 With TPKERNELS_BATCH_INVARIANT=1 or TPKERNELS_TP_INVARIANT `auto` is Triton on a GPU: torch's libraries choose
 their kernels by sizes, and a timed choice would depend on the batch that came first. On the CPU torch keeps
 the promise of TP-invariance, as it is called for each segment alike (`segments`), but not that of the batch.
@@ -13,7 +15,6 @@ the promise of TP-invariance, as it is called for each segment alike (`segments`
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from importlib.util import find_spec
 from typing import Literal
@@ -21,6 +22,7 @@ from typing import Literal
 import torch
 
 from tpkernels.dispatch import log
+from tpkernels.env import env_or_safe
 from tpkernels.kernels import invariance
 from tpkernels.kernels.target import carveout
 from tpkernels.reserved_sms import way_beside_collectives
@@ -29,7 +31,7 @@ from tpkernels.tp_invariance import segments_of_op
 BACKENDS = ("auto", "torch", "triton")
 
 # Read once: looking into the environment takes as long as a tenth of a tiny product.
-backend = os.environ.get("TPKERNELS_BACKEND", "auto")
+backend = env_or_safe("TPKERNELS_BACKEND", "auto", safe="torch")
 
 
 Resolved = Literal["torch", "triton", "fastest", "invariant"]

@@ -150,6 +150,16 @@ def memory_of_stage(job: Job, layout: RankLayout, stage: int) -> MemoryUse:
     )
 
 
+def symmetric_memory(job: Job, tensor: int) -> int:
+    """Return bytes of the slots in which ranks of a machine send each other rows, besides `MemoryUse`.
+
+    They take them with TPKERNELS_TRANSPORT=symmetric, and where `auto` finds that fastest: two slots of all
+    tokens for gathers, for sums and, under sequence parallelism, for the second gather of an MLP's backward.
+    """
+    exchanges = (2 + job.sequence_parallel) * (tensor > 1)
+    return 2 * exchanges * job.tokens_at_once() * job.model.hidden_size * job.element
+
+
 def activations_of_stage(job: Job, layout: RankLayout, stage: int) -> int:
     """Return bytes of a stage's activations, with the microbatches in flight of a 1F1B schedule."""
     in_flight = min(layout.pipeline - stage, job.micro_batches(layout))

@@ -36,7 +36,7 @@ from torch.distributed import ProcessGroup
 from tpkernels.comm.calls import Call
 from tpkernels.comm.schedule import Plan, Round, Swap, flag_of, peers_by_step, reusable_after
 from tpkernels.comm.transports.mailbox import MailboxDelivery, MailboxExchange
-from tpkernels.comm.transports.memory import Layout, Mailbox
+from tpkernels.comm.transports.memory import Layout, Mailbox, Words
 from tpkernels.comm.transports.processes import LOOK_SECONDS, Process
 
 POLL_SECONDS = 50e-6
@@ -77,6 +77,16 @@ class HostExchange(MailboxExchange):
 
     def late(self) -> int:
         return int(self.status)
+
+    def state(self, words: Words | None) -> list[str]:
+        lines = super().state(words)
+        if self._last_push is not None and not self._last_push.done():
+            lines.append("  this rank's own rows are not all out")
+        for peer, _ in peers_by_step(self.ranks, self.rank) if self._mailboxes else ():
+            read = int(self.mailbox(peer).released)
+            said = "closed its end" if read == _CLOSED else f"read call {read} of these"
+            lines.append(f"  rank {peer} has {said}")
+        return lines
 
     def close(self) -> None:
         self._closing.set()

@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.calls import Call, CommunicationError, blaming, handshake
-from tpkernels.comm.schedule import SLOTS, Plan, Round, slot_of
-from tpkernels.comm.transports.memory import ALIGNED_WORDS, Departing, Landing, Mailbox
+from tpkernels.comm.schedule import CODE_BITS, SLOTS, Plan, Round, slot_of
+from tpkernels.comm.transports.memory import ALIGNED_WORDS, Departing, Landing, Mailbox, Words
 from tpkernels.comm.transports.memory import Layout as Layout
 from tpkernels.comm.transports.order import CallOrder
 
@@ -164,6 +164,42 @@ class MailboxExchange:
         """Mark call `number` as read; an earlier call may still be in use."""
         self.order.released(number)
 
+    def missed(self) -> str:
+        """Return the error of rows that came too late for a graph, which no call raises; else nothing."""
+        if not self.captured or not (word := self.late()):
+            return ""
+        assert self.flag_kernels is not None, "it counts captured calls"
+        kernel, chunk = self.flag_kernels.kernel_and_chunk(word)
+        what = f"rows of rank {chunk // self.splits} (chunk {chunk}) did not arrive"
+        cause = f"a wait of {kernel} ran out in a graph; results are not valid"
+        return str(blaming("replay", what, self.name, self.rank, self.ranks, cause))
+
+    def words(self) -> Words:
+        """Return the awaited word and the flags of each slot, once they are copied from a GPU."""
+        return [
+            [int(awaited), *flags.tolist()] for awaited, flags in zip(self.awaited, self.flags, strict=False)
+        ]
+
+    def state(self, words: Words | None) -> list[str]:
+        """Describe calls, and the epochs of flags as far as they are known, for a dump."""
+        begun, where = self.order.begun, f"the last is call {self.last_call} of the group"
+        lines = [
+            f"{self.name}, {self.layout}: {begun} calls begun, {begun - self.order.read} of them in flight; "
+            + ("replays of graphs are not counted" if self.captured else where)
+        ]
+        for slot, (awaited, *flags) in enumerate(words or ()):
+            if not awaited:  # no call has had it yet
+                continue
+            late = []
+            for peer in range(self.ranks):
+                own = flags[peer * self.splits : (peer + 1) * self.splits]
+                if missing := [flag for flag in own if flag != awaited]:
+                    there = f"rank {peer} has sent {self.splits - len(missing)} of {self.splits} chunks"
+                    late.append(f"{there}, the next one's flag has {_epoch(missing[0])}")
+            said = "; ".join(late) or "all rows are there"
+            lines.append(f"  slot {slot} awaits {_epoch(awaited)}: {said}")
+        return lines
+
     @abstractmethod
     def late(self) -> int:
         """Return the word that kernels have left in `status`, without waiting for them."""
@@ -183,11 +219,18 @@ class MailboxExchange:
     ) -> MailboxDelivery: ...
 
 
+def _epoch(word: int) -> str:
+    return f"epoch {word % 2**31 >> CODE_BITS} ({word % 2**32:#010x})"
+
+
 class Counting(Protocol):
     """A kernel that flags of a captured graph need, see `kernels.flags`; the transports import none."""
 
     def advance(self, word: Tensor, awaited: Tensor, step: int, code: int) -> None:
         """word += step; awaited = word | code."""
+
+    def kernel_and_chunk(self, word: int) -> tuple[str, int]:
+        """Which kernel gave up waiting, and for which chunk, from a `status` other than 0."""
 
 
 class MailboxDelivery:
@@ -245,6 +288,8 @@ class MailboxDelivery:
             cause = first
         elif problem is not None:
             cause += f"; this rank's own rows are not out either: {problem}"
+        elif behind := "" if self.call is None else self.call.calls.behind():
+            cause += f"; {behind}"
         what = f"rows of rank {chunk // exchange.splits} (chunk {chunk}) did not arrive"
         return blaming(self.op, what, exchange.name, exchange.rank, exchange.ranks, cause)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +14,22 @@ from tpkernels.comm.schedule import SLOTS, chunk_rows
 # Words that kernels look at begin at multiples of 16 bytes, in either slot: Triton compiles a kernel anew for
 # other addresses, which it cannot do in a capture after a call in the other slot.
 ALIGNED_WORDS = 4
+
+
+Words = Sequence[Sequence[int]]  # of each slot: the awaited one, and its flags
+
+
+class SharedMemory(Protocol):
+    """Memory that a rank shares with others, as a dump asks for it."""
+
+    def words(self) -> Words:
+        """Return awaited words and flags; may wait for a device."""
+
+    def state(self, words: Words | None) -> list[str]:
+        """Describe calls, and words if they are known."""
+
+    def missed(self) -> str:
+        """Return what a replay of a graph has missed; an empty text if nothing."""
 
 
 @dataclass(frozen=True, slots=True)

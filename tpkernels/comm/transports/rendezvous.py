@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from tpkernels.errors import cause_of
 from tpkernels.extension import ExtensionState, extension
 
 if TYPE_CHECKING:
@@ -72,7 +73,11 @@ def sockets_folder() -> str:
 
 def own_socket() -> str:
     """Where torch waits for memory of the other ranks."""
-    return f"{sockets_folder()}/symm_mem-{os.getpid()}"
+    return _socket_of(os.getpid())
+
+
+def _socket_of(process: int) -> str:
+    return f"{sockets_folder()}/symm_mem-{process}"
 
 
 def sockets_place() -> str:
@@ -116,6 +121,23 @@ def why_no_barrier(gpus: Mapping[int, str]) -> str:
                 "them, of which torch's symmetric memory needs one; use c10d"
             )
     return ""
+
+
+def why_no_stream_writes(memory: Tensor) -> str:
+    """Return why a stream cannot write words, as flags are, or an empty text.
+
+    memory: zeroed bytes on a GPU, where it tries
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    word = memory[:4].view(torch.uint32)
+    try:
+        _SymmetricMemory.stream_write_value32(word, 0, 1)
+        written = word.tolist()
+    except RuntimeError as error:
+        return f"the driver writes no words from a stream ({cause_of(error)}); use c10d"
+    word.zero_()
+    return "" if written == [1] else f"a stream wrote 1, and the word is {written[0]}; use c10d"
 
 
 @cache
@@ -163,6 +185,11 @@ def waiting_for(processes: Mapping[int, int], seconds: float) -> Iterator[None]:
         if (place := handover.end()) < 0:
             raise
         what = f"waited {seconds:g} s for GPU memory of other ranks"
+        # a rank has its socket from its arrival until all have each other's memory
+        if away := [
+            str(rank) for rank, number in processes.items() if not os.path.exists(_socket_of(number))
+        ]:
+            what += f", of which {' and '.join(away)} did not come"
         if place < len(processes):
             rank = list(processes)[place]
             what = f"the process of rank {rank} has ended before it gave others its GPU memory"

@@ -80,6 +80,9 @@ class Kernels(Protocol):
     def advance(self, word: Tensor, awaited: Tensor, step: int, code: int) -> None:
         """word += step; awaited = word | code."""
 
+    def kernel_and_chunk(self, word: int) -> tuple[str, int]:
+        """Which kernel gave up waiting, and for which chunk, from a `status` other than 0."""
+
     def wait_for(self, delivery: MailboxDelivery, rows: slice) -> None:
         """Make the current stream wait for rows of a delivery."""
 

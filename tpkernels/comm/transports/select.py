@@ -9,6 +9,8 @@ TPKERNELS_TRANSPORT, read when this module is imported, says which:
     symmetric         torch's symmetric memory: GPUs of one machine that reach each other's memory
     symmetric-rounds  the same; calls are cut into a few rounds with a product each, as over c10d
 
+TPKERNELS_SAFE=1 means c10d, and refuses the others.
+
 Before the first transfer the ranks of a group agree on the transport, and tell each other where they run: a
 group on several machines goes over c10d. What an explicit choice cannot serve is an error; only a tensor
 without elements, and an all-reduce of rows that the ranks do not divide, go over c10d: sizes that all know.
@@ -39,6 +41,7 @@ from tpkernels.comm.schedule import even_chunks, parts_of_shard, pushed_chunks, 
 from tpkernels.comm.transports import processes
 from tpkernels.comm.transports.mailbox import Layout, MailboxExchange, Opening
 from tpkernels.comm.transports.rows import Transport
+from tpkernels.env import env_or_safe
 from tpkernels.tp_invariance import described
 
 IN_ROUNDS = "symmetric-rounds"
@@ -46,7 +49,7 @@ TRANSPORTS = ("auto", "c10d", "shared", "symmetric", IN_ROUNDS)
 MOST_OPEN = 16  # the ops of one layer need about six
 
 # Read once: looking into the environment takes as long as a tenth of a tiny product.
-requested_transport = os.environ.get("TPKERNELS_TRANSPORT", "auto")
+requested_transport = env_or_safe("TPKERNELS_TRANSPORT", "auto", safe="c10d")
 
 choices = logging.getLogger("tpkernels.choices")
 warnings = logging.getLogger("tpkernels.comm")
@@ -86,6 +89,7 @@ class Exchanges:
         self.dropped: dict[str, str] = {}  # ways that failed once, and why: not tried again
         self._group = ref(group)
         self._open: dict[Key, MailboxExchange] = {}
+        calls_of(group).memory = self._open.values()
         self._noted: set[Key] = set()
 
     @property
@@ -235,6 +239,10 @@ def _agreed(op: str, group: ProcessGroup, against_sharing: str) -> Exchanges:
         if machines > 1:
             against_sharing = against_sharing or f"ranks are on {machines} machines"
             transport = "auto" if transport == "auto" else "c10d"
+        elif calls_of(group).nccl_backends():  # where no message says how far a rank has come
+            from tpkernels.comm.transports.shared import share_pages
+
+            share_pages(op, group)
     for left in list(_of_group.values()):
         if not left.is_alive():  # destroyed, and held by somebody
             left.close()

@@ -10,19 +10,20 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from tpkernels.comm.agreement import Closable, built_by_all, offers_here
+from tpkernels.comm.agreement import CannotTakePart, Closable, built_by_all, offers_here
 from tpkernels.comm.calls import PAGE_BYTES
 from tpkernels.comm.transports.host import HostExchange, pusher_of
-from tpkernels.comm.transports.mailbox import MailboxExchange, Meeting, Opening
+from tpkernels.comm.transports.mailbox import Layout, Meeting, Opening
 from tpkernels.comm.transports.processes import process_of
 
-E = TypeVar("E", bound=MailboxExchange)
 B = TypeVar("B", bound=Closable)
 
 
@@ -51,7 +52,22 @@ class Mapped(NamedTuple):
         return torch.frombuffer(self.buffer, dtype=torch.uint8)
 
 
-def open_mapped(opening: Opening, build: Callable[[Mapping[int, Mapped]], E]) -> E:
+class _Unused:
+    """Memory that comes with pages of calls."""
+
+    def close(self) -> None:
+        """Do nothing: nobody holds it."""
+
+
+def share_pages(op: str, group: ProcessGroup) -> None:
+    """Let ranks of one machine read each other's pages of calls, if all can; all of the group call this."""
+    layout = Layout(group.size(), (1, 1), torch.uint8)
+    opening = Opening(f"pages of calls of process group '{group.group_name}'", group, layout, op=op)
+    with suppress(CannotTakePart):
+        open_mapped(opening, lambda shared: _Unused())
+
+
+def open_mapped(opening: Opening, build: Callable[[Mapping[int, Mapped]], B]) -> B:
     """Build objects from the memory of this machine's ranks: return them by rank in the group."""
     name, layout, problem, descriptor = opening.name, opening.layout, "", -1
     try:
@@ -124,6 +140,8 @@ def mapped_by_all(
         if page >= 0:
             os.close(page)
     pages.update(found)
+    if found:
+        call.calls.write_header(call.kind, call.number)
     return built
 
 

@@ -26,7 +26,9 @@ ranks and stream writes need none. A barrier does: a kernel that waits for rows 
 enqueued behind the barrier of its own rank. Calls of one group in several streams take effect one after the
 other, see `StreamOrder`.
 
-A wait that has run out proves nothing: its rank raises, and what ranks compute from then on is not valid.
+A wait that has run out proves nothing: its rank raises, and what ranks compute from then on is not valid. In
+replays nothing of ours runs on the host. There each captured call copies the word of late waits to the host,
+where the watch of `calls` sees it and fails the group.
 
 Not run on a GPU yet.
 """
@@ -36,7 +38,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -49,7 +51,7 @@ from tpkernels.comm.calls import Call
 from tpkernels.comm.schedule import CODE_BITS, SLOTS, Plan, Round, Swap, flag_of, slot_of
 from tpkernels.comm.side_stream import SideStream, StreamOrder
 from tpkernels.comm.transports.mailbox import Counting, MailboxDelivery, MailboxExchange, Opening
-from tpkernels.comm.transports.memory import Departing, Layout
+from tpkernels.comm.transports.memory import Departing, Layout, Words
 from tpkernels.comm.transports.rendezvous import (
     Handle,
     new_memory,
@@ -58,13 +60,16 @@ from tpkernels.comm.transports.rendezvous import (
     sockets_place,
     waiting_for,
     why_no_barrier,
+    why_no_stream_writes,
     why_not,
 )
 from tpkernels.extension import steps
 
 _COPIES = 4  # SMs that a waiting kernel leaves free where ranks share a GPU: copies between them take some
 _MOST_PUSHES = 512  # of parts of plans; an exchange has a plan or two, of as many parts as there are chunks
-LOOK_CALLS = 64  # until the host asks again for what waits of kernels have left in `status`
+# until the host asks again for what waits of kernels have left in `status`; in a graph each call asks: its
+# replays run nothing of ours on the host
+LOOK_CALLS = 64
 _COUNTED = -(2**31)  # the sign bit, of words that a device has counted
 EPOCHS = 2 ** (31 - CODE_BITS)  # that the other bits of a flag tell apart
 
@@ -187,6 +192,11 @@ class SymmetricExchange(MailboxExchange):
         """Let the host know what is in `status`, once the current stream has come so far."""
         self._seen.copy_(self.status, non_blocking=True)
 
+    def words(self) -> Words:
+        """Copied in a stream that does not wait for those in which calls hang."""
+        with nullcontext() if self._memory.is_cpu else torch.Stream(self._memory.device, priority=-1):
+            return super().words()
+
     def close(self) -> None:
         """Waits for the GPU: the memory goes at once, and not when the garbage collector comes by."""
         if not self._mailboxes:
@@ -222,7 +232,7 @@ class SymmetricExchange(MailboxExchange):
         else:
             word = flag_of(epoch, code) & ~_COUNTED
             self.handle.stream_write_value32(self.awaited_words[slot], 0, word)
-        if epoch % LOOK_CALLS == 0 and not capturing:
+        if capturing or epoch % LOOK_CALLS == 0:
             self.look()
         return SymmetricDelivery(self, epoch, needs_barrier or word is None, plan, word, call, current)
 
@@ -368,6 +378,7 @@ def open_symmetric(opening: Opening) -> SymmetricExchange:
         if not problem:
             gpu = str(torch.cuda.get_device_properties(device).uuid)
             memory = new_memory(layout.byte_count, device)  # now: a rendezvous waits for all ranks
+            problem = why_no_stream_writes(memory)
     except Exception as error:  # whatever it is, the others wait to be told
         problem = problem or f"{type(error).__name__}: {error}"
     call = opening.begin()

@@ -65,6 +65,10 @@ class FlagKernels:
     def advance(self, word: Tensor, awaited: Tensor, step: int, code: int) -> None:
         _home("flags").advance(word, awaited, step, code)
 
+    def kernel_and_chunk(self, word: int) -> tuple[str, int]:
+        found: tuple[str, int] = _home("waits").kernel_and_chunk(word)
+        return found
+
     def wait_for(self, delivery: MailboxDelivery, rows: slice) -> None:
         """By a kernel of one block: unlike a stream's own wait it can give up, and a graph captures it."""
         chunks = delivery.exchange.chunk_numbers(rows)
@@ -202,5 +206,5 @@ def _arrivals(delivery: MailboxDelivery) -> Arrivals:
 
 def _late(delivery: MailboxDelivery, word: int) -> RuntimeError:
     """Return the error of a wait that timed out. word: which one, as its kernel wrote it"""
-    kernel, chunk = _home("waits").kernel_and_chunk(word)
+    kernel, chunk = FLAG_KERNELS.kernel_and_chunk(word)
     return delivery.late_chunk(chunk, f"a wait of {kernel} ran out; results are not valid")
