@@ -15,6 +15,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.compiled import Compiler
     from tests.ranks import RankPool
+    from tests.stand_in_gpu import StandIn
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; read when torch is imported
 
@@ -38,6 +39,7 @@ with suppress(ImportError):
     )
     settings.load_profile("busy")
 
+STAND_INS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     # read where a kernel is decorated: for a whole process, or not at all
@@ -45,13 +47,27 @@ if not HAS_GPU:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("gpu") and not HAS_GPU:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))
     left_out = [item for item in items if (item.get_closest_marker("sweep") is not None) != SWEEP]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if (item.get_closest_marker("sweep") is not None) == SWEEP]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Without a GPU each test that needs one runs on stand-ins for several, see `tests.stand_in_gpu`."""
+    if metafunc.definition.get_closest_marker("gpu") and not HAS_GPU:
+        metafunc.parametrize("stand_in_gpu", STAND_INS, indirect=True)
+
+
+@pytest.fixture(autouse=True)  # before what a test makes on it
+def stand_in_gpu(request: pytest.FixtureRequest) -> Iterator[StandIn | None]:
+    if not hasattr(request, "param"):
+        yield None
+        return
+    from tests.stand_in_gpu import stand_in
+
+    with stand_in(request.param) as gpu:
+        yield gpu
 
 
 @pytest.hookimpl(trylast=True)
