@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; read whe
 
 import torch
 
+from tests.checks import lacking, needs_of
 from tests.products import SWEEP
 
 # A shell's job in the background ignores Ctrl-C, and so would whatever tests start, to interrupt it.
@@ -61,12 +62,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)  # before what a test makes on it
 def stand_in_gpu(request: pytest.FixtureRequest) -> Iterator[StandIn | None]:
-    if not hasattr(request, "param"):
-        yield None
-        return
-    from tests.stand_in_gpu import stand_in
+    with ExitStack() as entered:
+        gpu = None
+        if hasattr(request, "param"):
+            from tests.stand_in_gpu import stand_in
 
-    with stand_in(request.param) as gpu:
+            gpu = entered.enter_context(stand_in(request.param))
+        if torch.cuda.is_available() and (needs := needs_of(request.node)):
+            from tpkernels.kernels.target import target_of
+
+            device = torch.device("cuda", torch.cuda.current_device())
+            if why := lacking(needs, target_of(device)):
+                pytest.skip(why)
         yield gpu
 
 

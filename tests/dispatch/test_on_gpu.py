@@ -13,7 +13,6 @@ from tpkernels.dispatch.checking import mismatch, results_of, scratch_like
 from tpkernels.dispatch.products import PRODUCTS, dgrad
 from tpkernels.dispatch.record import Layer
 from tpkernels.dispatch.scaled import scaled_linear
-from tpkernels.kernels.target import fp8_obstacle, target_of
 
 pytestmark = pytest.mark.gpu
 
@@ -39,11 +38,10 @@ def test_every_candidate_is_sound_and_the_choice_lasts(record, dtype, tuner, cap
     assert mismatch(results, expected, tune_key(record, *arguments)) is None
 
 
+@pytest.mark.needs("fp8")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_candidate_in_fp8_is_sound(dtype, options, tuner, caplog):
-    if fp8_obstacle(target_of(torch.device("cuda", torch.cuda.current_device()))):
-        pytest.skip("needs a GPU that multiplies fp8")
     assert timed(tuner, scaled_linear, *call(512, 768, 1056, dtype=dtype, **options)).source == "timed"
     assert "dropped" not in caplog.text
 

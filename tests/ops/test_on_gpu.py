@@ -164,9 +164,10 @@ def test_a_captured_call_can_be_replayed(ends):
 def test_rows_that_never_come_are_an_error_of_a_later_call(ends, stand_in_gpu):
     deliveries = [start(end, [shards(0)[0]] * RANKS) for end in ends[:-1]]  # the last rank pushes nothing
     product(deliveries[0], weight())
+    if stand_in_gpu is not None:  # what the product leaves on a GPU
+        late = (OPS.index("product") + 1 << CHUNK_BITS) + 3 * ends[0].splits
+        stand_in_gpu.numbers[ends[0].status.data_ptr()] = late
     ends[0].look()
-    if stand_in_gpu is not None:  # as the product leaves it on a GPU
-        ends[0]._seen.fill_((OPS.index("product") + 1 << CHUNK_BITS) + 3 * ends[0].splits)
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match=r"gather: rows of rank 3 \(chunk \d\) did not arrive"):
         product(deliveries[0], weight())
