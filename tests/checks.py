@@ -42,10 +42,14 @@ def without_progress(said: str) -> str:
 
 
 def needs_of(item: pytest.Item) -> set[str]:
-    """What a test needs of a GPU: as its marks say, and descriptors for the form of a kernel that takes them."""
+    """What a test needs of a GPU: by its marks, the form of its kernel, and its op."""
     needs = {need for mark in item.iter_markers("needs") for need in mark.args}
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    return needs | {"descriptors"} if params.get("form") == "descriptor" else needs
+    if params.get("form") == "descriptor":
+        needs.add("descriptors")
+    if "quantize" in getattr(getattr(params.get("case"), "op", None), "keywords", ()):  # see `tests.ops.cases`
+        needs.add("fp8")
+    return needs
 
 
 def lacking(needs: Iterable[str], target: Target) -> str | None:

@@ -36,7 +36,7 @@ from bench.streams.device import Device, Event, Graph, Program, Step
 from bench.streams.record import torchs_api
 from tests.loopback import VirtualHandle
 from tests.ranks import RankPool
-from tpkernels.comm.transports import symmetric
+from tpkernels.comm.transports import select, symmetric
 from tpkernels.dispatch import timing
 from tpkernels.kernels import interpret, launch_plans
 from tpkernels.kernels import target as targets
@@ -77,7 +77,7 @@ class StandIn:
 
     def launched(self, kernel: Any, grid: Any, *given: Any, **named: Any) -> None:
         """Bind a launch as Triton's `JITFunction.run` does."""
-        name, parameters = kernel.__name__, inspect.signature(kernel.fn)
+        name, parameters = kernel.__name__, _signature(kernel.fn)
         options = {option: named.pop(option) for option in [*named] if option not in parameters.parameters}
         arguments = dict(parameters.bind(*given, **named).arguments)
         compiled = _backend(self.target).parse_options(options)
@@ -106,6 +106,9 @@ class StandIn:
             raise ValueError(f"{argument}: type {_FP8[tensor.dtype]} is not supported on this GPU")
 
 
+_signature = cache(inspect.signature)
+
+
 @cache
 def _backend(target: Target) -> BaseBackend:
     hip = target.backend == "hip"
@@ -116,7 +119,7 @@ _starts: dict[int, int] = {}  # address of each storage, by its own on the host
 
 
 class GpuTensor(Tensor):
-    """A tensor of the GPU, or its copy on the host; torch's C++ takes it for one of the CPU."""
+    """A tensor of the GPU, or a copy of its numbers on the host; torch's C++ takes it for one of the CPU."""
 
     like: Tensor  # on the meta device
     device = property(lambda self: self._device)  # type: ignore[assignment]
@@ -140,11 +143,14 @@ class GpuTensor(Tensor):
         start = _starts.setdefault(self.like.untyped_storage()._cdata, (len(_starts) + 1) << 36)
         return start + self.storage_offset() * self.element_size()
 
+    def untyped_storage(self) -> Any:
+        return self.like.untyped_storage()
+
     def tolist(self) -> Any:
         return torch.zeros(self.shape, dtype=self.dtype).tolist()
 
     def cpu(self, *_: Any, **__: Any) -> Tensor:
-        return GpuTensor(torch.empty_like(self.like), CPU)
+        return _moved(self, CPU)
 
     def record_stream(self, stream: torch.Stream) -> None: ...
 
@@ -208,7 +214,8 @@ def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
     operands = [leaf for leaf in _leaves([*args, *kwargs.values()]) if isinstance(leaf, Tensor)]
     ours = [operand for operand in operands if isinstance(operand, GpuTensor)]
     if func.namespace == "c10d":  # a collective moves nothing
-        return *args[:1], Work.boxed(FakeWork())
+        work = Work.boxed(FakeWork())
+        return work if len(func._schema.returns) == 1 else (args[0], work)
     if func.namespace == "symm_mem":  # a word is written
         return args[0]
     if name in ("_local_scalar_dense", "is_nonzero"):
@@ -218,6 +225,8 @@ def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
     if name == "copy_" and not _is_ours(args[0]):  # to memory of the host
         return args[0].fill_(_read(args[1]))
     wanted = kwargs.get("device")
+    if name == "_to_copy" and wanted == CPU and not args[0].is_floating_point():  # whose memory is looked at
+        return torch.full(args[0].shape, _read(args[0]), dtype=kwargs.get("dtype", args[0].dtype))
     on_gpu = _is_cuda(wanted) if wanted is not None else any(leaf.is_cuda for leaf in ours)
     apart = {str(leaf.device) for leaf in operands if leaf.ndim}
     if len(apart) > 1 and name not in ("copy_", "_to_copy", "index", "index_put_", "_index_put_impl_"):
@@ -404,7 +413,11 @@ class RanksOnStandIn:
 
 def _on_stand_in(gpu: str, function: Callable[..., T], *args: Any) -> T:
     with stand_in(gpu):
-        return function(*args)
+        try:
+            return function(*args)
+        finally:
+            for exchanges in [*select._of_group.values()]:  # else with their groups, when the GPU is gone
+                exchanges.close()
 
 
 # As a plugin, `pytest -p tests.stand_in_gpu`, it has a whole run take TPKERNELS_STAND_IN for its GPU. Tests of
@@ -418,6 +431,13 @@ def pytest_configure() -> None:
 
 def pytest_unconfigure() -> None:
     _run.close()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a room only tests on a device of their choice."""
+    others = [item for item in items if "device" not in getattr(item, "fixturenames", ())]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
 
 
 def compares_numbers(error: BaseException) -> bool:
