@@ -47,7 +47,9 @@ def needs_of(item: pytest.Item) -> set[str]:
     params = item.callspec.params if hasattr(item, "callspec") else {}
     if params.get("form") == "descriptor":
         needs.add("descriptors")
-    if "quantize" in getattr(getattr(params.get("case"), "op", None), "keywords", ()):  # see `tests.ops.cases`
+    if "quantize" in getattr(
+        getattr(params.get("case"), "op", None), "keywords", ()
+    ):  # see `tests.ops.cases`
         needs.add("fp8")
     return needs
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -25,14 +26,14 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, Work, _SymmetricMemory
 from torch.distributed import _symmetric_memory as symmetric_memory
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import BaseBackend, GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import KernelInterface
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bench.streams.device import Device, Event, Graph, Program, Step
+from bench.streams.device import Device, Event, Program, Step
 from bench.streams.record import torchs_api
 from tests.loopback import VirtualHandle
 from tests.ranks import RankPool
@@ -49,15 +50,6 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 _FP8 = {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A launch that was recorded."""
-
-    kernel: str
-    grid: tuple[int, ...]
-    arguments: Mapping[str, Any]
-
-
 @dataclass
 class StandIn:
     """What a test may ask of the GPU that it ran on."""
@@ -65,7 +57,7 @@ class StandIn:
     name: str
     target: Target
     device: Device
-    launches: list[Launch] = field(default_factory=list)
+    launches: Counter[str] = field(default_factory=Counter)  # by kernel
     numbers: dict[int, int] = field(default_factory=dict)  # that the host reads, by address; others are 0
     milliseconds: float = 0.0  # of all work so far: a nanosecond an element
 
@@ -92,7 +84,7 @@ class StandIn:
         self.works([*arguments.values()], name)
         if name in _COUNTED:
             self.numbers[arguments[_COUNTED[name]].data_ptr()] = prod(sizes)
-        self.launches.append(Launch(name, sizes, arguments))
+        self.launches[name] += 1
 
     def _require_takes(self, argument: str, value: Any, fp8: Sequence[str]) -> None:
         tensor = value.base if isinstance(value, TensorDescriptor) else value
@@ -122,9 +114,9 @@ class GpuTensor(Tensor):
     """A tensor of the GPU, or a copy of its numbers on the host; torch's C++ takes it for one of the CPU."""
 
     like: Tensor  # on the meta device
-    device = property(lambda self: self._device)  # type: ignore[assignment]
-    is_cuda = property(lambda self: self._device is CUDA)  # type: ignore[assignment]
-    is_cpu = property(lambda self: self._device is CPU)  # type: ignore[assignment]
+    device = property(lambda self: self._device)
+    is_cuda = property(lambda self: self._device is CUDA)
+    is_cpu = property(lambda self: self._device is CPU)
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -138,7 +130,7 @@ class GpuTensor(Tensor):
     def get_device(self) -> int:
         return 0 if self.is_cuda else -1
 
-    def data_ptr(self) -> int:
+    def data_ptr(self) -> Any:
         """Return an address of its own for each storage, aligned as torch's allocator does."""
         start = _starts.setdefault(self.like.untyped_storage()._cdata, (len(_starts) + 1) << 36)
         return start + self.storage_offset() * self.element_size()
@@ -166,7 +158,7 @@ _current: list[StandIn] = []
 
 
 def _read(operand: Tensor) -> bool | int | float:
-    """What the host reads where nothing is: a comparison holds, and a number is 0 unless a test has set it."""
+    """Return what the host reads where nothing is: a comparison holds; a number is 0, or as a test says."""
     if operand.dtype == torch.bool:
         return True
     return _current[-1].numbers.get(operand.data_ptr(), torch.zeros((), dtype=operand.dtype).item())
@@ -245,8 +237,9 @@ def _dispatched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ob
     plain_kwargs = {word: _mapped(plain, each) for word, each in kwargs.items()}
     if wanted is not None:
         plain_kwargs["device"] = torch.device("meta")
+    shaped = _scaled_mm_out if func is torch.ops.aten._scaled_mm.out else func
     try:
-        found = (_scaled_mm_out if func is torch.ops.aten._scaled_mm.out else func)(*plain_args, **plain_kwargs)
+        found = shaped(*plain_args, **plain_kwargs)
     except NotImplementedError as error:
         raise AssertionError(f"{name}: shapes depend on numbers") from error
     device = CUDA if on_gpu else CPU
@@ -286,7 +279,7 @@ def _moved(tensor: Tensor, *given: Any, **options: Any) -> Tensor:
     if not places or (not _is_cuda(places[0]) and not _is_ours(tensor)):
         return _to(tensor, *given, **options)
     options.pop("device", None)
-    if torch.device(places[0]).type == "meta":
+    if isinstance(tensor, GpuTensor) and torch.device(places[0]).type == "meta":
         return _to(tensor.like, *others, **options)
     if _is_cuda(places[0]) != tensor.is_cuda:
         tensor = torch.ops.aten._to_copy(tensor, device=torch.device(places[0]))
@@ -297,12 +290,12 @@ class _Generator(torch.Generator):
     """Replaces `torch.Generator`: whatever its device is, nobody draws its numbers there."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
-        return super().__new__(cls, "cpu")
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
 
     def __init__(self, device: Any = "cpu") -> None:
         self._device = CUDA if _is_cuda(device) else CPU
 
-    device = property(lambda self: self._device)  # type: ignore[assignment]
+    device = property(lambda self: self._device)
 
 
 class _Event(Event):
@@ -331,8 +324,8 @@ def _symmetric_bytes(size: Any, stride: Any, dtype: torch.dtype, device: torch.d
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def _rendezvous(memory: Tensor, group_name: str) -> VirtualHandle:
-    """Replaces torch's: memory of the other ranks is there, and nobody else writes it."""
+def _rendezvous(memory: Tensor, group_name: GroupName) -> VirtualHandle:
+    """Replaces torch's `rendezvous`: memory of the other ranks is there, and nobody else writes it."""
     group = _resolve_process_group(group_name)
     memories = [torch.empty_like(memory) for _ in range(group.size())]
     memories[group.rank()] = memory
@@ -372,7 +365,7 @@ def stand_in(name: str) -> Iterator[StandIn]:
         patch.object(cuda, "get_device_capability", lambda *_: (major, minor)),
         patch.object(cuda, "_sleep", lambda cycles: gpu.works([torch.empty(cycles, device="meta")])),
         patch.object(torch.version, "hip", "7.0" if target.backend == "hip" else None),
-        patch.object(KernelInterface, "__getitem__", lambda kernel, grid: partial(gpu.launched, kernel, grid)),
+        patch.object(KernelInterface, "__getitem__", lambda *launch: partial(gpu.launched, *launch)),
         patch.object(interpret, "INTERPRETING", False),
         patch.object(targets, "_gpu", lambda _: target),
         patch.object(cuda, "get_rng_state", lambda *_: torch.zeros(16, dtype=torch.uint8)),
@@ -420,8 +413,8 @@ def _on_stand_in(gpu: str, function: Callable[..., T], *args: Any) -> T:
                 exchanges.close()
 
 
-# As a plugin, `pytest -p tests.stand_in_gpu`, it has a whole run take TPKERNELS_STAND_IN for its GPU. Tests of
-# numbers end there where they compare; what else they raise is a fault.
+# As a plugin, `pytest -p tests.stand_in_gpu`, it has a whole run take TPKERNELS_STAND_IN for its GPU. There
+# tests of numbers end where they compare; what else they raise is a fault.
 _run = ExitStack()
 
 

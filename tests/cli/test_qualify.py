@@ -230,25 +230,24 @@ def test_gpus_are_tried_over_what_they_can(ranks, gpus, apart, symmetric, monkey
         assert world.transports() == {**expected, "symmetric-rounds": "ranks are on several machines"}
 
 
-def cases_of_one_size(sizes):
-    """All cases, of the first of the two sizes that are drawn."""
-    if not drawn:
-        drawn.append(sizes)
-        yield from cases(sizes)
+def cases_on_gpu():
+    """All cases of a GPU, of the first of the two sizes that are drawn."""
+    drawn = iter([cases])
 
+    def of_one_size(sizes):
+        return next(drawn, lambda sizes: ())(sizes)
 
-drawn: list[object] = []
+    world = object.__new__(QualifyWorld)
+    world.device, world.seed, world.seconds, world.quick = CUDA, SEED, 3600.0, False
+    world.rank, world.ranks, world.on_gpu, world.began = 0, 1, True, time.monotonic()
+    with patch.object(qualify_ranks, "cases", of_one_size):
+        return qualify_ranks.computed_cases(world)
 
 
 @pytest.mark.parametrize("gpu", TARGETS)
-def test_kernels_of_a_gpu_are_called_with_what_it_can_run(gpu, monkeypatch):
-    drawn.clear()
-    monkeypatch.setattr(qualify_ranks, "cases", cases_of_one_size)
+def test_kernels_of_a_gpu_are_called_with_what_it_can_run(gpu):
     with stand_in(gpu) as here:
-        world = object.__new__(QualifyWorld)
-        world.device, world.seed, world.seconds, world.quick = CUDA, SEED, 3600.0, False
-        world.rank, world.ranks, world.on_gpu, world.began = 0, 1, True, time.monotonic()
-        launchers, computed = qualify_ranks.computed_cases(world)
+        launchers, computed = cases_on_gpu()
     assert [(name, failure) for name, _, failure in computed if failure] == []
     assert launchers == {launcher_of(case) for case in cases() if qualify_ranks.runs_on(case, here.target)}
     assert {case.partition("/")[0] for case, _, _ in computed} == launchers

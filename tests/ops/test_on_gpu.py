@@ -61,10 +61,12 @@ def blocks_on_one_gpu(sequence_parallel: bool, transport: str) -> float:
 def gpu_shared_without_asking() -> str:
     """What ranks say that share a GPU, unless torch was told that they may."""
     torch.cuda.set_device(0)
+    group = dist.group.WORLD
+    assert group is not None
     x, w = torch.randn(4, 16, device="cuda"), torch.randn(8, 16, device="cuda")
     with patch.dict(os.environ), patch.object(transports, "requested_transport", "symmetric"):
         os.environ.pop(OVERLAPPING, None)
-        return message_of(lambda: column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True))
+        return message_of(lambda: column_linear(x, w, None, group, sequence_parallel=True))
 
 
 pytestmark = pytest.mark.gpu
@@ -205,7 +207,8 @@ def test_a_kernel_stores_into_the_slots_of_all(ends):
             departures = Departures(*delivery.departures())
             scatter_linear((pair,), departures=departures, ranks=RANKS, rank=end.rank, splits=end.splits)
             deliveries.append(delivery)
-        expected = sum(a.float() @ w.float().T for a, w in operands).view(RANKS, ROWS, K)
+        terms = torch.stack([a.float() @ w.float().T for a, w in operands])
+        expected = terms.sum(0).view(RANKS, ROWS, K)
         for delivery in deliveries:
             found = total(delivery).float()
             delivery.end()
