@@ -10,7 +10,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.checks import lacking, needs_of
-from tests.cli.test_qualify import cases_on_gpu
+from tests.cli.test_qualify import cases_on_gpu, sweeping
 from tests.kernels import test_quantize
 from tests.loopback import open_symmetric_loopback
 from tests.ops import test_on_gpu as gpu_tests
@@ -28,9 +28,7 @@ ROOMS = ("tests/kernels", "tests/ops")
 
 
 # sm_80 lacks all that tests may need
-@pytest.mark.parametrize(
-    "gpu", [pytest.param(gpu, marks=[pytest.mark.sweep] * (gpu != "sm_80")) for gpu in TARGETS]
-)
+@pytest.mark.parametrize("gpu", sweeping(TARGETS, {"sm_80"}))
 def test_tests_on_a_device_run_on_a_stand_in(gpu):
     options = ("-q", "-p", "tests.stand_in_gpu", "-p", "no:cacheprovider", "-k", "not compile")
     variables = {"TPKERNELS_STAND_IN": gpu, "TPKERNELS_SWEEP": "0"}

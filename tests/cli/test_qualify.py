@@ -22,6 +22,7 @@ from tpkernels.comm.schedule import MOST_CHUNKS, even_chunks, parts_of_shard
 from tpkernels.comm.transports.host import HostExchange
 from tpkernels.gate.numerics import Computed, NumericCase
 from tpkernels.kernels import linear as linear_kernel
+from tpkernels.kernels import triton_versions
 from tpkernels.kernels.target import A100, H100, RTX_5090
 from tpkernels.registered.numeric_cases import cases
 
@@ -244,6 +245,11 @@ def cases_on_gpu():
         return qualify_ranks.computed_cases(world)
 
 
+def sweeping(values, few):
+    """As parameters, of which `make test` runs a few."""
+    return [pytest.param(value, marks=[pytest.mark.sweep] * (value not in few)) for value in values]
+
+
 @pytest.mark.parametrize("gpu", TARGETS)
 def test_kernels_of_a_gpu_are_called_with_what_it_can_run(gpu):
     with stand_in(gpu) as here:
@@ -253,6 +259,14 @@ def test_kernels_of_a_gpu_are_called_with_what_it_can_run(gpu):
     assert {case.partition("/")[0] for case, _, _ in computed} == launchers
 
 
+@pytest.mark.parametrize("version", sweeping([(3, 6), (3, 8), (3, 9)], {(3, 9)}), ids=str)
+def test_kernels_are_called_with_the_tiles_of_each_triton(version, monkeypatch):
+    monkeypatch.setattr(triton_versions, "triton_version", lambda: version)
+    with stand_in("sm_90"):
+        _, computed = cases_on_gpu()
+    assert [(name, failure) for name, _, failure in computed if failure] == []
+
+
 def checks_on_gpu(folder):
     environment = {"TPKERNELS_CACHE_DIR": folder, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     few = [one for one in problems_of(SEED, 2) if len(one.full[0]) < 100 and one.full[-1].dtype == BF16]
@@ -260,13 +274,13 @@ def checks_on_gpu(folder):
     with (
         patch.dict(os.environ, environment),
         patch.object(qualify_ranks, "problems_of", lambda seed, ranks: few),
-        patch.multiple(qualify_ranks, DELAYS=(0.0,), CALLS_QUICK=len(few)),
+        patch.multiple(qualify_ranks, DELAYS=(0.0,), CALLS_QUICK=4, GPU_CALL_SECONDS=30.0),
     ):
         world = QualifyWorld(CUDA, SEED, 3600.0, quick=True)
         return [*qualify_ranks.check_reserved_sms(world), *check_kernels(world), *check_transports(world)]
 
 
-@pytest.mark.parametrize("gpu", TARGETS)
+@pytest.mark.parametrize("gpu", sweeping(TARGETS, {"sm_80", "sm_90", "gfx942"}))
 def test_every_check_of_a_gpu_is_called(gpu, ranks2, tmp_path):
     for checks in RanksOnStandIn(ranks2, gpu).run(checks_on_gpu, str(tmp_path)):
         assert [check for check in checks if check.status == "wrong"] == []
