@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +26,13 @@ from tpkernels.ops.matmul import Plain
 if torch.cuda.is_available():
     pytest.skip("stands in for a GPU, and there is one", allow_module_level=True)
 
+ROOT = Path(__file__).parents[1]
 ROOMS = ("tests/kernels", "tests/ops")
+MARKED = [
+    str(path.relative_to(ROOT))
+    for path in sorted((ROOT / "tests").rglob("test_*.py"))
+    if re.search(r"^(pytestmark = |@)pytest\.mark\.gpu$", path.read_text(), re.MULTILINE)
+]
 
 
 # sm_80 lacks all that tests may need
@@ -34,6 +42,11 @@ def test_tests_on_a_device_run_on_a_stand_in(gpu):
     variables = {"TPKERNELS_STAND_IN": gpu, "TPKERNELS_SWEEP": "0"}
     run = ran("-m", "pytest", *options, *ROOMS, environment=variables)
     assert run.returncode == 0, run.stdout[-5000:]
+
+
+@pytest.mark.parametrize("path", MARKED)
+def test_a_file_that_only_a_gpu_runs_is_type_checked(path):
+    assert f'    "{path}",\n' in (ROOT / "pyproject.toml").read_text()
 
 
 def gathered_and_multiplied():
