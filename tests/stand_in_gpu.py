@@ -4,7 +4,8 @@ Its tensors have shapes, dtypes and a device, but no memory. Torch's operators a
 kernels are not run: each launch is bound to the kernel's own parameters, as Triton binds it. Streams, events
 and graphs are those of `bench.streams`.
 
-Numbers are vacuous in one place, `_read`: a number that the host reads is 0, a comparison holds.
+Comparisons of numbers are vacuous in one place, `_read`: a number that the host reads is 0, and a comparison
+holds. What shows is a wrong signature, shape, dtype or device, and what this kind of GPU cannot run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from functools import cache, partial
 from itertools import count
 from math import prod
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from unittest.mock import patch
 
 import pytest
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, Work, _SymmetricMemory
 from torch.distributed import _symmetric_memory as symmetric_memory
-from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import BaseBackend, GPUTarget
 from triton.compiler import make_backend
@@ -43,6 +44,9 @@ from tpkernels.dispatch import timing
 from tpkernels.kernels import interpret, launch_plans
 from tpkernels.kernels import target as targets
 from tpkernels.kernels.target import A100, B200, H100, L40S, MI300, Target
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
 
 T = TypeVar("T")
 TARGETS = {"sm_80": A100, "sm_89": L40S, "sm_90": H100, "sm_100": B200, "gfx942": MI300}
@@ -178,6 +182,7 @@ class _OnGpu(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
+        """Return False, so that torch does not wrap each call."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
