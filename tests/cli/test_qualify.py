@@ -231,12 +231,12 @@ def test_gpus_are_tried_over_what_they_can(ranks, gpus, apart, symmetric, monkey
         assert world.transports() == {**expected, "symmetric-rounds": "ranks are on several machines"}
 
 
-def cases_on_gpu():
-    """All cases of a GPU, of the first of the two sizes that are drawn."""
+def cases_on_gpu(of=""):
+    """All cases of a GPU, or those of a launcher, of the first of the two sizes that are drawn."""
     drawn = iter([cases])
 
     def of_one_size(sizes):
-        return next(drawn, lambda sizes: ())(sizes)
+        return (case for case in next(drawn, lambda _: ())(sizes) if case.name.startswith(of))
 
     world = object.__new__(QualifyWorld)
     world.device, world.seed, world.seconds, world.quick = CUDA, SEED, 3600.0, False
