@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,11 +15,13 @@ import pytest
 if TYPE_CHECKING:
     from tests.compiled import Compiler
     from tests.ranks import RankPool
+    from tests.stand_in_gpu import StandIn
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores; read when torch is imported
 
 import torch
 
+from tests.checks import lacking, needs_of
 from tests.products import SWEEP
 
 # A shell's job in the background ignores Ctrl-C, and so would whatever tests start, to interrupt it.
@@ -38,6 +40,7 @@ with suppress(ImportError):
     )
     settings.load_profile("busy")
 
+STAND_INS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     # read where a kernel is decorated: for a whole process, or not at all
@@ -45,13 +48,33 @@ if not HAS_GPU:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("gpu") and not HAS_GPU:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))
     left_out = [item for item in items if (item.get_closest_marker("sweep") is not None) != SWEEP]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if (item.get_closest_marker("sweep") is not None) == SWEEP]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Without a GPU each test that needs one runs on stand-ins for several, see `tests.stand_in_gpu`."""
+    if metafunc.definition.get_closest_marker("gpu") and not HAS_GPU:
+        metafunc.parametrize("stand_in_gpu", STAND_INS, indirect=True)
+
+
+@pytest.fixture(autouse=True)  # before what a test makes on it
+def stand_in_gpu(request: pytest.FixtureRequest) -> Iterator[StandIn | None]:
+    with ExitStack() as entered:
+        gpu = None
+        if hasattr(request, "param"):
+            from tests.stand_in_gpu import stand_in
+
+            gpu = entered.enter_context(stand_in(request.param))
+        if torch.cuda.is_available() and (needs := needs_of(request.node)):
+            from tpkernels.kernels.target import target_of
+
+            device = torch.device("cuda", torch.cuda.current_device())
+            if why := lacking(needs, target_of(device)):
+                pytest.skip(why)
+        yield gpu
 
 
 @pytest.hookimpl(trylast=True)

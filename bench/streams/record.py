@@ -418,7 +418,7 @@ def _standing_in(
         patch.object(target, "_gpu", lambda _: gpu_target),
         patch.object(tiles, "_INTERPRETED", _TILE),
         patch.object(reduce, "INTERPRETED_SLOT_SUM", tiles.BlockTile(2, 32, num_warps=4)),
-        *_torchs_api(gpu, properties),
+        *torchs_api(gpu, properties),
     ]
     with ExitStack() as entered:
         for change in changes:
@@ -434,7 +434,7 @@ def _standing_in(
                 exchanges._open.clear()  # unclosed: closing asks the device
 
 
-def _torchs_api(device: Device, properties: object) -> list[Any]:
+def torchs_api(device: Device, properties: object) -> list[Any]:
     """Return patches of torch's functions for streams, events and graphs."""
     cuda, settings = torch.cuda, device.settings
     return [

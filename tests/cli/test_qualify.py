@@ -1,8 +1,10 @@
 """`python -m tpkernels qualify` on this machine's CPU, and with one thing wrong at a time."""
 
 import json
+import os
 import random
 import re
+import time
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from tests.cli.living_ranks import told_by
 from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
+from tests.stand_in_gpu import CUDA, TARGETS, RanksOnStandIn, stand_in
 from tpkernels.cli import main, qualify_ranks
 from tpkernels.cli.op_programs import OP_PROGRAMS
 from tpkernels.cli.qualify_ranks import QualifyWorld, check_kernels, check_transports, problems_of
@@ -19,12 +22,14 @@ from tpkernels.comm.schedule import MOST_CHUNKS, even_chunks, parts_of_shard
 from tpkernels.comm.transports.host import HostExchange
 from tpkernels.gate.numerics import Computed, NumericCase
 from tpkernels.kernels import linear as linear_kernel
+from tpkernels.kernels import triton_versions
 from tpkernels.kernels.target import A100, H100, RTX_5090
 from tpkernels.registered.numeric_cases import cases
 
 if torch.cuda.is_available():
     pytest.skip("tries the CPU, and there is a GPU", allow_module_level=True)
 
+BF16 = torch.bfloat16
 SEED = 20261122
 
 
@@ -224,3 +229,62 @@ def test_gpus_are_tried_over_what_they_can(ranks, gpus, apart, symmetric, monkey
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     if not symmetric:
         assert world.transports() == {**expected, "symmetric-rounds": "ranks are on several machines"}
+
+
+def cases_on_gpu(of=""):
+    """All cases of a GPU, or those of a launcher, of the first of the two sizes that are drawn."""
+    drawn = iter([cases])
+
+    def of_one_size(sizes):
+        return (case for case in next(drawn, lambda _: ())(sizes) if case.name.startswith(of))
+
+    world = object.__new__(QualifyWorld)
+    world.device, world.seed, world.seconds, world.quick = CUDA, SEED, 3600.0, False
+    world.rank, world.ranks, world.on_gpu, world.began = 0, 1, True, time.monotonic()
+    with patch.object(qualify_ranks, "cases", of_one_size):
+        return qualify_ranks.computed_cases(world)
+
+
+def sweeping(values, few):
+    """As parameters, of which `make test` runs a few."""
+    return [pytest.param(value, marks=[pytest.mark.sweep] * (value not in few)) for value in values]
+
+
+@pytest.mark.parametrize("gpu", TARGETS)
+def test_kernels_of_a_gpu_are_called_with_what_it_can_run(gpu):
+    with stand_in(gpu) as here:
+        launchers, computed = cases_on_gpu()
+    assert [(name, failure) for name, _, failure in computed if failure] == []
+    assert launchers == {launcher_of(case) for case in cases() if qualify_ranks.runs_on(case, here.target)}
+    assert {case.partition("/")[0] for case, _, _ in computed} == launchers
+
+
+@pytest.mark.parametrize("version", sweeping([(3, 6), (3, 8), (3, 9)], {(3, 9)}), ids=str)
+def test_kernels_are_called_with_the_tiles_of_each_triton(version, monkeypatch):
+    monkeypatch.setattr(triton_versions, "triton_version", lambda: version)
+    with stand_in("sm_90"):
+        _, computed = cases_on_gpu()
+    assert [(name, failure) for name, _, failure in computed if failure] == []
+
+
+def checks_on_gpu(folder):
+    environment = {"TPKERNELS_CACHE_DIR": folder, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    few = [one for one in problems_of(SEED, 2) if len(one.full[0]) < 100 and one.full[-1].dtype == BF16]
+    few = [one for one in few if not one.name.endswith("none")]  # the same but for its last line
+    with (
+        patch.dict(os.environ, environment),
+        patch.object(qualify_ranks, "problems_of", lambda seed, ranks: few),
+        patch.multiple(qualify_ranks, DELAYS=(0.0,), CALLS_QUICK=4, GPU_CALL_SECONDS=30.0),
+    ):
+        world = QualifyWorld(CUDA, SEED, 3600.0, quick=True)
+        return [*qualify_ranks.check_reserved_sms(world), *check_kernels(world), *check_transports(world)]
+
+
+@pytest.mark.parametrize("gpu", sweeping(TARGETS, {"sm_80", "sm_90", "gfx942"}))
+def test_every_check_of_a_gpu_is_called(gpu, ranks2, tmp_path):
+    for checks in RanksOnStandIn(ranks2, gpu).run(checks_on_gpu, str(tmp_path)):
+        assert [check for check in checks if check.status == "wrong"] == []
+        tried = {f"{check.part} {check.name}" for check in checks}
+        transports = ("c10d", "symmetric", "symmetric-rounds")
+        assert tried >= {f"{part} {name}" for part in ("transports", "calls") for name in transports}
+        assert tried >= {"SMs cublas", "SMs cublaslt", "SMs ours"}

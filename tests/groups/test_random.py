@@ -123,15 +123,15 @@ def test_states_that_are_refused_leave_the_streams_as_they_are(tracker):
     for wrong in (None, {}, {"a": {}}, {"default": {"cuda": 1}}):
         with pytest.raises(ValueError, match=r"get_states\(\)|no state of the CPU's generator"):
             tracker.set_states(wrong)
-    for wrong in (states | {"a": {"cpu": zeros}}, {"a": torch.zeros(5056, dtype=torch.uint8)}):
+    for states_of_none in (states | {"a": {"cpu": zeros}}, {"a": torch.zeros(5056, dtype=torch.uint8)}):
         with pytest.raises(ValueError, match="'a' is not one of a generator"):
-            tracker.set_states(wrong)
+            tracker.set_states(states_of_none)
     with pytest.raises(ValueError, match="of a generator of cuda, but these streams have"):
         tracker.set_states(megatrons(a=41))
     with tracker.fork("a"):
-        for wrong in ({"a": states["a"]}, {"a": torch.get_rng_state()}):
+        for fewer in ({"a": states["a"]}, {"a": torch.get_rng_state()}):
             with pytest.raises(ValueError, match=r"those of \['a', 'default'\]; outside of a fork also"):
-                tracker.set_states(wrong)
+                tracker.set_states(fewer)
     assert draw_of(tracker, "a") == draws(11, 1)
     assert draw_of(tracker, "b") == draws(22, 1)
 

@@ -147,6 +147,7 @@ def test_a_flag_before_its_data_shows(arriving):
         assert multiplied().isnan().any()
 
 
+@pytest.mark.needs("fp8")
 @pairwise(
     form=[None, "pointer"],  # the last shape has descriptors
     shape=[(72, 272, 144), (71, 301, 51), (6, 40, 16), (144, 1056, 264)],
@@ -196,6 +197,7 @@ def test_all_that_a_tile_has_rows_of_is_waited_for(device):
             raise_if_late(here, rank=0)
 
 
+@pytest.mark.needs("fp8")
 def test_what_cannot_be_waited_for_is_refused(device):
     here = arrivals(device, EPOCH, EPOCH)
 

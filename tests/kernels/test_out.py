@@ -20,6 +20,7 @@ def operands(device):
     return made | {"b": made["w"][:, 0].contiguous()}
 
 
+@pytest.mark.needs("descriptors")
 def test_a_row_that_descriptors_cannot_reach_is_written_by_pointer(device):
     of = operands(device)
     flat = torch.full((T * N + 1,), 7.0, dtype=torch.bfloat16, device=device)

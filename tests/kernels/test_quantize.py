@@ -13,6 +13,8 @@ from tpkernels.kernels.scaled import DTYPE_OF, LINE, SECTOR, Scaled, dequantize_
 from tpkernels.kernels.target import H100
 from tpkernels.kernels.tiles import MAX_FEATURES
 
+pytestmark = pytest.mark.needs("fp8")
+
 SCALINGS = {"rows": ("rows", False), "blocks": ("blocks", False), "squares": ("blocks", True)}
 OPTIONS = {"e4m3": ("e4m3", False), "e5m2": ("e5m2", False), "power_of_two": ("e4m3", True)}
 

@@ -18,6 +18,8 @@ from tpkernels.kernels.scaled_linear import RESULTS, scaled_linear_fwd
 from tpkernels.kernels.target import B200, H100, L40S, RTX_5090
 from tpkernels.kernels.tiles import MatmulTile
 
+pytestmark = pytest.mark.needs("fp8")
+
 TILE = MatmulTile(32, 64, 64, num_warps=4, num_stages=1, parts=2, group=2)
 DEEP = replace(TILE, block_depth=128, flatten=True)
 # (tokens, in_features, out_features), straddling the edges of TILE and of blocks of 128

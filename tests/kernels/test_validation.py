@@ -126,8 +126,13 @@ BAD_NAMES = {
     "8 columns a part": (lambda o: MatmulTile(64, 32, 32, 4, 1, parts=4), "at least 16"),
     "chunk": (lambda o: BlockTile(64, 64, num_warps=4, chunk=32), "block_rows to divide chunk"),
 }
+OF_DESCRIPTORS = pytest.mark.needs("descriptors")  # else they are refused as such
 REFUSED = [
-    pytest.param(TypeError if kind is BAD_TYPES else ValueError, call, message, id=name)
+    pytest.param(
+        *(TypeError if kind is BAD_TYPES else ValueError, call, message),
+        id=name,
+        marks=[OF_DESCRIPTORS] * name.startswith("descriptor"),
+    )
     for kind in (BAD_SHAPES, BAD_TYPES, BAD_PLACES, BAD_NAMES)
     for name, (call, message) in kind.items()
 ]

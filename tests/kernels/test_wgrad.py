@@ -85,6 +85,7 @@ def test_split_wgrad_is_added_in_fp32_and_rounded_once(shape, grad_dtype, device
     assert torch.equal(main_grad, once)
 
 
+@pytest.mark.needs("descriptors")
 def test_split_wgrad_by_descriptors_takes_ragged_columns(device):
     """x and main_grad lie in rows of 16-byte units, and so do the slots."""
     dy, x = (normal(70, cols, torch.bfloat16, device) for cols in (40, 48))

@@ -15,6 +15,7 @@ from tests.loopback import open_symmetric_loopback, start
 from tests.ops.parallel_behaviour import block, message_of, operands_of, with_gradients
 from tests.ops.transport_cases import two_if_hidden
 from tests.ranks import RankPool
+from tests.stand_in_gpu import RanksOnStandIn, StandIn
 from tpkernels.comm.schedule import reduce_plan
 from tpkernels.comm.transports import c10d
 from tpkernels.comm.transports import select as transports
@@ -25,7 +26,7 @@ from tpkernels.comm.transports.symmetric import SymmetricExchange
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.reference import reduce_slots_ref
 from tpkernels.kernels.scatter_linear import scatter_linear
-from tpkernels.kernels.waits import Departures
+from tpkernels.kernels.waits import CHUNK_BITS, OPS, Departures
 from tpkernels.ops.matmul import PLAIN
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.flag_waits import FLAG_KERNELS
@@ -60,10 +61,12 @@ def blocks_on_one_gpu(sequence_parallel: bool, transport: str) -> float:
 def gpu_shared_without_asking() -> str:
     """What ranks say that share a GPU, unless torch was told that they may."""
     torch.cuda.set_device(0)
+    group = dist.group.WORLD
+    assert group is not None
     x, w = torch.randn(4, 16, device="cuda"), torch.randn(8, 16, device="cuda")
     with patch.dict(os.environ), patch.object(transports, "requested_transport", "symmetric"):
         os.environ.pop(OVERLAPPING, None)
-        return message_of(lambda: column_linear(x, w, None, dist.group.WORLD, sequence_parallel=True))
+        return message_of(lambda: column_linear(x, w, None, group, sequence_parallel=True))
 
 
 pytestmark = pytest.mark.gpu
@@ -74,6 +77,11 @@ RANKS, ROWS, K, N = 4, 256, 512, 768
 @pytest.fixture
 def ends() -> list[SymmetricExchange]:
     return open_symmetric_loopback("gather", Layout(RANKS, (ROWS, K), torch.bfloat16, 2), 2.0, "cuda")
+
+
+@pytest.fixture
+def processes(ranks2: RankPool, stand_in_gpu: StandIn | None) -> RankPool | RanksOnStandIn:
+    return ranks2 if stand_in_gpu is None else RanksOnStandIn(ranks2, stand_in_gpu.name)
 
 
 def shards(call: int) -> list[Tensor]:
@@ -155,9 +163,12 @@ def test_a_captured_call_can_be_replayed(ends):
     assert [end.late() for end in ends] == [0] * RANKS
 
 
-def test_rows_that_never_come_are_an_error_of_a_later_call(ends):
+def test_rows_that_never_come_are_an_error_of_a_later_call(ends, stand_in_gpu):
     deliveries = [start(end, [shards(0)[0]] * RANKS) for end in ends[:-1]]  # the last rank pushes nothing
     product(deliveries[0], weight())
+    if stand_in_gpu is not None:  # what the product leaves on a GPU
+        late = (OPS.index("product") + 1 << CHUNK_BITS) + 3 * ends[0].splits
+        stand_in_gpu.numbers[ends[0].status.data_ptr()] = late
     ends[0].look()
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match=r"gather: rows of rank 3 \(chunk \d\) did not arrive"):
@@ -165,7 +176,7 @@ def test_rows_that_never_come_are_an_error_of_a_later_call(ends):
 
 
 @pytest.mark.parametrize("mode", ["eager", "captured"])
-def test_flags_tell_of_their_own_rows_in_1000_delayed_calls(ends, mode):
+def test_flags_tell_of_their_own_rows_in_1000_delayed_calls(ends, mode, stand_in_gpu):
     for end in ends:
         end.count_by(FLAG_KERNELS)
         if mode == "captured":
@@ -173,7 +184,7 @@ def test_flags_tell_of_their_own_rows_in_1000_delayed_calls(ends, mode):
     numbers, wrong = random.Random(1), torch.zeros(1, dtype=torch.int64, device="cuda")
     pieces = [shards(call) for call in range(3)]
     gathered = [torch.cat(rows) for rows in pieces]
-    for call in range(1000):
+    for call in range(1000 if stand_in_gpu is None else 10):
         for end in ends:
             with end.side.entered():
                 torch.cuda._sleep(numbers.choice([0, 0, 2_000, 50_000]))
@@ -196,7 +207,8 @@ def test_a_kernel_stores_into_the_slots_of_all(ends):
             departures = Departures(*delivery.departures())
             scatter_linear((pair,), departures=departures, ranks=RANKS, rank=end.rank, splits=end.splits)
             deliveries.append(delivery)
-        expected = sum(a.float() @ w.float().T for a, w in operands).view(RANKS, ROWS, K)
+        terms = torch.stack([a.float() @ w.float().T for a, w in operands])
+        expected = terms.sum(0).view(RANKS, ROWS, K)
         for delivery in deliveries:
             found = total(delivery).float()
             delivery.end()
@@ -208,10 +220,10 @@ def test_a_kernel_stores_into_the_slots_of_all(ends):
 
 @pytest.mark.parametrize("transport", ["symmetric", transports.IN_ROUNDS])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_processes_on_one_gpu_compute_whole_ops(ranks2: RankPool, sequence_parallel, transport):
-    assert max(ranks2.run(blocks_on_one_gpu, sequence_parallel, transport, timeout=300)) < 1e-5
+def test_processes_on_one_gpu_compute_whole_ops(processes, sequence_parallel, transport):
+    assert max(processes.run(blocks_on_one_gpu, sequence_parallel, transport, timeout=300)) < 1e-5
 
 
-def test_ranks_that_share_a_gpu_unasked_are_refused(ranks2: RankPool):
-    for message in ranks2.run(gpu_shared_without_asking):
+def test_ranks_that_share_a_gpu_unasked_are_refused(processes):
+    for message in processes.run(gpu_shared_without_asking):
         assert "expected a GPU for each rank, got one for [0, 1]" in message
