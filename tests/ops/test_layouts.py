@@ -24,7 +24,7 @@ from tpkernels.ops import (
 from tpkernels.ops.matmul import PLAIN
 from tpkernels.ops.tensor_parallel import mappings
 from tpkernels.ops.tensor_parallel.parallel import ALONE
-from tpkernels.ops.vocab.partial_gradients import PartialGradients
+from tpkernels.ops.vocab.head_chunks import PartialGradients
 
 VOCAB, K = 8, 4
 IDS = torch.tensor([[3, 9, 0, 5], [1, 1, 4, 2]])
@@ -126,5 +126,5 @@ def test_ops_over_a_group_take_every_layout(name, layout, by):
 
 def test_gradients_of_hidden_are_contiguous_as_the_operator_says():
     """Kernels write rows of them, and compiled code believes the operator."""
-    gradients = PartialGradients(torch.ones(3, 5).mT, torch.ones(4, 3), True, False, ALONE, PLAIN)
+    gradients = PartialGradients(torch.ones(3, 5).mT, torch.ones(4, 3), True, False, False, ALONE, PLAIN)
     assert gradients.dhidden.is_contiguous()

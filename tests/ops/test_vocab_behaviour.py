@@ -27,7 +27,7 @@ from tpkernels.dispatch import backends
 from tpkernels.ops import linear_cross_entropy, vocab_cross_entropy, vocab_embedding
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.parallel import name_of
-from tpkernels.ops.vocab.partial_gradients import PartialGradients
+from tpkernels.ops.vocab.head_chunks import PartialGradients
 
 VOCAB, FEATURES = 14, 6
 BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=INTERPRETED)])
@@ -186,28 +186,37 @@ def test_registered_operators_pass_opcheck():
     hidden, logits, tokens = torch.randn(12, FEATURES), torch.randn(12, VOCAB), torch.rand(12) + 1
     operators, group = torch.ops.tpkernels, name_of(dist.group.WORLD)
     whole, split = (group, False, True, 0, ""), (group, True, True, 0, "")
-    fp32, on_one = torch.float32, ("loss", VOCAB, 0.1, -100, None, 5, None, *whole)
-    scaled = ("logprobs", VOCAB, 0.0, -100, 0.7, 5, 3, *whole[:-1], "rowwise")
-    pairs, known = torch.stack([counted, flat], 1), (counted, tokens, tokens, None, None)
+    fp32, plain, weights = torch.float32, (None, 0.0, False), torch.rand(VOCAB)
+    on_one = ("loss", VOCAB, 0.1, -100, None, 5, None, *plain, *whole)
+    scaled = ("logprobs", VOCAB, 0.0, -100, 0.7, 5, 3, *plain, *whole[:-1], "rowwise")
+    with_all = ("loss", VOCAB, 0.1, -100, None, 5, None, 3.0, 0.1, True, *whole)
+    pairs, known = torch.stack([counted, flat], 1), (counted, tokens, tokens, None, None, None)
+    head, biased = (hidden, weight, None), (hidden, weight, torch.randn(VOCAB))
     calls: dict[str, list[tuple[Any, ...]]] = {
         "vocab_embedding": [(flat, table, VOCAB, *whole), (flat, table, VOCAB, *split)],
         "vocab_embedding_backward": [(hidden, flat, VOCAB, fp32, 3, *split)],
-        "vocab_cross_entropy": [(logits, counted, *on_one)],
-        "vocab_cross_entropy_backward": [(logits, tokens, *known, *on_one)],
+        "vocab_cross_entropy": [(logits, counted, weights, *on_one)],
+        "vocab_cross_entropy_backward": [(logits, tokens, weights, *known, *on_one)],
         "linear_cross_entropy": [
-            (hidden, weight, counted, *needs, "mean", *on_one)
-            for needs in ((True, True), (False, True), (True, False), (False, False))
+            (*biased, counted, weights, True, False, True, "mean", *with_all),
+            *(
+                (*head, counted, None, *needs, False, "mean", *on_one)
+                for needs in ((True, True), (False, True), (True, False), (False, False))
+            ),
         ],
         "linear_cross_entropy_backward": [
             (hidden, tokens[0], fp32, "loss", *part) for part in (whole, split)
         ],
         "linear_token_losses": [
-            (hidden, weight, counted, *on_one),
-            (hidden, weight, pairs, *scaled),
+            (*biased, counted, weights, *with_all),
+            (*head, pairs, None, *scaled),
         ],
         "linear_token_losses_backward": [
-            (tokens, None, hidden, weight, *needs, *known, *on_one)
-            for needs in ((True, True), (False, True), (True, False))
+            (tokens, None, *biased, weights, True, True, True, *known, *with_all),
+            *(
+                (tokens, None, *head, None, *needs, False, *known, *on_one)
+                for needs in ((True, True), (False, True), (True, False))
+            ),
         ],
     }
     for name, (first, *others) in calls.items():
