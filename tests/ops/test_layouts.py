@@ -71,6 +71,12 @@ OVER_GROUPS = OPS | {
     "head_by_chunks": (lambda g, h, w: linear_cross_entropy(h, w, IDS[1], g, chunk_tokens=3), (H, HEAD)),
     "head_fp8": (lambda g, h, w: linear_cross_entropy(h, w, IDS[1], g, quantize=RECIPES[0]), (H, HEAD)),
     "head_invariant": (lambda g, h, w: linear_cross_entropy(h, w, IDS[1], g, tp_invariant=2), (H, HEAD)),
+    "head_with_all_terms": (
+        lambda g, h, w, b: linear_cross_entropy(
+            h, w, IDS[1], g, bias_shard=b, softcap=2.0, z_loss=0.1, label_smoothing=0.1
+        ),
+        (H, HEAD, (VOCAB,)),
+    ),
     "logprobs_of_several": (lambda g, h, w: linear_logprobs(h, w, IDS.mT, g, top_k=3)[0], (H, HEAD)),
     "entropy": (
         lambda g, h, w: torch.stack(linear_logprobs(h, w, IDS[1], g, return_entropy=True)), (H, HEAD)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +25,7 @@ from tests.ops.test_behaviour import saved_bytes
 from tests.ops.test_parallel_citizens import OPCHECKS, unlike_compiled
 from tests.ops.test_vocabulary import INTERPRETED, our_part
 from tpkernels.dispatch import backends
-from tpkernels.ops import linear_cross_entropy, vocab_cross_entropy, vocab_embedding
+from tpkernels.ops import LossMetrics, linear_cross_entropy, vocab_cross_entropy, vocab_embedding
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.parallel import name_of
 from tpkernels.ops.vocab.head_chunks import PartialGradients
@@ -131,13 +132,110 @@ def test_a_batch_without_a_target_is_zero_and_not_nan():
     hidden = torch.randn(*target.shape, FEATURES, requires_grad=True)
     target, group = torch.full_like(target, 7), dist.group.WORLD
     weight.requires_grad_()
-    for reduction in ("mean", "sum", "none"):
-        options = {"ignore_index": 7, "reduction": reduction, "vocab_size": VOCAB}
+    terms = {"softcap": 2.0, "class_weight": torch.ones(VOCAB), "z_loss": 0.1, "label_smoothing": 0.1}
+    for reduction, more in product(("mean", "sum", "none"), ({}, terms)):
+        metrics = LossMetrics()
+        options = {"ignore_index": 7, "reduction": reduction, "vocab_size": VOCAB, "metrics": metrics, **more}
         y = linear_cross_entropy(hidden, weight, target, group, **options)
         assert not any(t.any() for t in (y, *torch.autograd.grad(y.sum(), (hidden, weight))))
+        assert not metrics.accuracy.any()
+        assert metrics.z_loss is None or not metrics.z_loss.any()
     logits = torch.randn(*target.shape, len(table), requires_grad=True)
     y = vocab_cross_entropy(logits, target, group, ignore_index=7, label_smoothing=0.1)
     assert not any(t.any() for t in (y, *torch.autograd.grad(y.sum(), logits)))
+
+
+@BACKENDS
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@on_ranks()
+def test_metrics_are_those_of_the_loss_and_ties_go_to_the_lowest_id(backend, reduction):
+    """Logits are small integers, which every rank computes exactly."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, whole = (torch.randint(-1, 2, shape, generator=generator).float() for shape in ((40, 3), (11, 3)))
+    logits = hidden @ whole.t()
+    best = logits.argmax(1)
+    assert ((logits == logits.amax(1, keepdim=True)).sum(1) > 1).any(), "no ties"
+    equal_one = torch.where(logits == logits.amax(1, keepdim=True), torch.arange(11), -1).amax(1)
+    target = torch.where(
+        torch.arange(40) % 2 == 0, best, equal_one
+    )  # the lowest and the highest of equal ids
+    target[:4] = -100
+    metrics = LossMetrics()
+    options = {"reduction": reduction, "vocab_size": 11, "chunk_tokens": 7, "metrics": metrics}
+    with patch.object(backends, "backend", backend):
+        loss = linear_cross_entropy(
+            hidden.requires_grad_(),
+            our_part(whole, 0, 100.0),
+            target,
+            dist.group.WORLD,
+            z_loss=0.5,
+            **options,
+        )
+        plain = linear_cross_entropy(
+            hidden, our_part(whole, 0, 100.0), target, dist.group.WORLD, reduction=reduction, vocab_size=11
+        )
+    counted = target != -100
+    right, z = (best == target) & counted, 0.5 * logits.logsumexp(1).square() * counted
+    if reduction != "none":
+        right = right.sum() / counted.sum()
+        z = z.sum() / (counted.sum() if reduction == "mean" else 1)
+    torch.testing.assert_close(metrics.accuracy, right)
+    torch.testing.assert_close(metrics.z_loss, z)
+    torch.testing.assert_close(loss - plain, z, rtol=1e-4, atol=1e-5)
+    assert not metrics.accuracy.requires_grad
+    assert not metrics.z_loss.requires_grad
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@on_ranks(1)
+def test_a_weighted_gradient_of_16_bits_is_rounded_once(smoothing):
+    """Also at the target, where p rounds to 1."""
+    logits = torch.tensor([[0.0, 9.0, 1.0, 0.0]]).bfloat16()
+    weight, target = torch.tensor([0.5, 1.0, 0.25, 1.0]), torch.tensor([1])
+    own = logits.clone().requires_grad_()
+    options = {"class_weight": weight, "z_loss": 1e-4, "label_smoothing": smoothing}
+    vocab_cross_entropy(own, target, dist.group.WORLD, **options).sum().backward()
+    exact = logits.double().requires_grad_()
+    smoothed = {"weight": weight.double(), "label_smoothing": smoothing * 4 / 3}
+    loss = F.cross_entropy(exact, target, reduction="sum", **smoothed) + 1e-4 * exact.logsumexp(1).square()
+    loss.sum().backward()
+    torch.testing.assert_close(own.grad.double(), exact.grad, rtol=2**-8, atol=0)
+
+
+@on_ranks(2)
+def test_class_weights_that_differ_between_ranks_are_an_error():
+    weight = torch.ones(16)
+    weight[3] += dist.get_rank()
+    with pytest.raises(ValueError, match=r"other data on the ranks .* class_weight \(16,\)"):
+        vocab_cross_entropy(torch.randn(6, 8), torch.arange(6), dist.new_group(), class_weight=weight)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@on_ranks(2)
+def test_compiled_terms_of_a_loss_are_those_of_eager_ones(reduction):
+    torch.manual_seed(3)
+    target, weights = torch.randint(VOCAB, (12,)), torch.rand(VOCAB)
+    _, ours, *_ = operands()
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        metrics = LossMetrics()
+        options = {"class_weight": weights, "z_loss": 0.1, "label_smoothing": 0.1, "reduction": reduction}
+        y = linear_cross_entropy(
+            hidden,
+            weight,
+            target,
+            dist.group.WORLD,
+            bias_shard=bias,
+            softcap=2.0,
+            vocab_size=VOCAB,
+            metrics=metrics,
+            **options,
+        )
+        return y.sum() + metrics.accuracy.sum() + metrics.z_loss.sum()
+
+    leaves = [t.requires_grad_() for t in (torch.randn(12, FEATURES), ours, torch.randn(len(ours)))]
+    wrong = unlike_compiled(loss, [leaves])
+    assert wrong == []
 
 
 @on_ranks(2)
@@ -384,6 +482,17 @@ def test_mistakes_are_errors_on_every_rank():
         (lambda: head(x, w, ids, reduction="avg"), "reduction of mean, sum, none; got 'avg'"),
         (lambda: head(x, w, ids, chunk_tokens=0), "chunk_tokens of at least 1, got 0"),
         (lambda: head(x, w.half(), ids), "expected one dtype"),
+        (lambda: head(x, w, ids, bias_shard=x[0, :5]), "expected bias_shard (8,) for weight_shard (8, 8)"),
+        (lambda: head(x, w, ids, softcap=0.0), "softcap above 0, got 0.0; None leaves logits as they are"),
+        (lambda: head(x, w, ids, softcap=float("nan")), "softcap above 0, got nan"),
+        (lambda: loss(x, ids, z_loss=-0.1), "z_loss, a coefficient, of at least 0, got -0.1"),
+        (lambda: loss(x, ids, class_weight=torch.ones(8)), "class_weight (16,), one for each id of the full"),
+        (lambda: head(x, w, ids, class_weight=torch.ones(16).long()), "got (16,) in torch.int64"),
+        (lambda: loss(x, ids, class_weight=torch.ones(16, device="meta")), "class_weight on cpu like the"),
+        (
+            lambda: loss(x, ids, class_weight=torch.ones(16, requires_grad=True)),
+            "class_weight without a gradient, which it does not get; detach it",
+        ),
     ]
     for call, words in calls:
         assert words in message_of(call)

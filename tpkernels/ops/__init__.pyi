@@ -1,4 +1,5 @@
 from tpkernels.ops.local.linear import linear as linear
+from tpkernels.ops.local.mlp import gated as gated
 from tpkernels.ops.local.mlp import mlp as mlp
 from tpkernels.ops.local.mlp import swiglu as swiglu
 from tpkernels.ops.local.norm import layer_norm as layer_norm
