@@ -202,6 +202,21 @@ def test_a_weighted_gradient_of_16_bits_is_rounded_once(smoothing):
     torch.testing.assert_close(own.grad.double(), exact.grad, rtol=2**-8, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@on_ranks(1)
+def test_class_weights_of_any_dtype_count_in_that_of_the_loss(dtype):
+    logits, target = torch.randn(6, 8), torch.arange(6)
+    hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(8, 4)
+    given = torch.rand(8).to(dtype)
+    for call in (
+        partial(vocab_cross_entropy, logits, target, dist.group.WORLD),
+        partial(linear_cross_entropy, hidden, weight, target, dist.group.WORLD),
+    ):
+        found, right = (call(class_weight=w, label_smoothing=0.1) for w in (given, given.float()))
+        assert found.dtype is torch.float32
+        assert torch.equal(found, right)
+
+
 @on_ranks(2)
 def test_class_weights_that_differ_between_ranks_are_an_error():
     weight = torch.ones(16)
@@ -367,15 +382,18 @@ def test_a_rank_that_reads_a_batch_of_its_own_is_told_of(call, sequence_parallel
             vocab_embedding(ids, weight, group, sequence_parallel=sequence_parallel)
 
 
+@pytest.mark.parametrize("terms", ["plain", "all_terms"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @on_ranks(1)
-def test_head_holds_a_chunk_of_logits_and_never_all(reduction):
+def test_head_holds_a_chunk_of_logits_and_never_all(reduction, terms):
     tokens, vocab, chunk, group = 1024, 600, 64, dist.group.WORLD
+    more = {"softcap": 2.0, "class_weight": torch.rand(vocab), "z_loss": 0.1, "label_smoothing": 0.1}
     hidden, weight = torch.randn(tokens, FEATURES), torch.randn(vocab, FEATURES)
     target = torch.randint(vocab, (tokens,))
 
     def chunked(hidden: Tensor, weight: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden, weight, target, group, reduction=reduction, chunk_tokens=chunk)
+        options = {"reduction": reduction, "chunk_tokens": chunk, **(more if terms == "all_terms" else {})}
+        return linear_cross_entropy(hidden, weight, target, group, **options)
 
     def pair(hidden: Tensor, weight: Tensor) -> Tensor:
         return vocab_cross_entropy(F.linear(hidden, weight), target, group)

@@ -42,7 +42,7 @@ from tpkernels.dispatch.products import sums_dtype
 from tpkernels.kernels.reference import FLOOR, column_of
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.first_order import first_order
-from tpkernels.ops.inputs import Context, computed, is_torchs, tokens_of
+from tpkernels.ops.inputs import Context, as_dtype, computed, is_torchs, tokens_of
 from tpkernels.ops.matmul import PLAIN, Plain
 from tpkernels.ops.tensor_parallel.parallel import SplitOperator, compare_request, split_of
 from tpkernels.ops.vocab.vocabulary import (
@@ -102,6 +102,7 @@ def vocab_cross_entropy(
         compare_request(OP, tp, logits_shard, options=(*options[1:], class_weight is None))
         sharded_loss(options, width, tp, class_weight, logits_shard)  # raises if the options are wrong
         require_ids(OP, "target", target, logits_shard)
+        class_weight = in_dtype_of_loss(class_weight, logits_shard)
         if overwrite_logits and not torch.compiler.is_compiling():  # compiled code overwrites nothing
             _require_disposable(logits_shard)
         tokens, targets = tokens_of(logits_shard), target.reshape(-1)
@@ -498,6 +499,10 @@ def sharded_loss(
     if class_weight is not None and like is not None:
         require_class_weight(op, class_weight, shard, like)
     return ShardedLoss(options, shard, class_weight, options.z_loss)
+
+
+def in_dtype_of_loss(class_weight: Tensor | None, logits: Tensor) -> Tensor | None:
+    return None if class_weight is None else as_dtype(class_weight, sums_dtype(logits.dtype))
 
 
 def unpacked(how: Sequence[Any]) -> How:

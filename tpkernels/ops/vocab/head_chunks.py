@@ -123,7 +123,7 @@ def _bounded(z: Tensor, softcap: float | None, slopes: bool) -> tuple[Tensor, Te
     if softcap is None:
         return z, None
     bounded = z.to(sums_dtype(z.dtype)).div_(softcap).tanh_()
-    slope = (1 - bounded.square()) if slopes else None
+    slope = bounded.square().neg_().add_(1) if slopes else None
     return bounded.mul_(softcap), slope
 
 

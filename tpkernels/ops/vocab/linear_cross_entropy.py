@@ -72,7 +72,7 @@ from tpkernels.ops.tensor_parallel.parallel import (
     split_of,
     strategy_of,
 )
-from tpkernels.ops.vocab.cross_entropy import How, Known, LossOptions, sharded_loss
+from tpkernels.ops.vocab.cross_entropy import How, Known, LossOptions, in_dtype_of_loss, sharded_loss
 from tpkernels.ops.vocab.head_chunks import Reduction as Reduction
 from tpkernels.ops.vocab.head_chunks import reduced_loss, scaled_sum, token_gradients, token_losses
 from tpkernels.ops.vocab.vocabulary import require_ids
@@ -159,6 +159,7 @@ def linear_cross_entropy(
         )
         _check_target(OP, target, hidden, tp)
         head = tokens_of(hidden), weight_shard, bias_shard
+        class_weight = in_dtype_of_loss(class_weight, hidden)
         arguments = *head, target.reshape(-1), class_weight, (options, tp, matmul), main_grad
         loss: Tensor
         shape: Sequence[int] = ()
