@@ -213,18 +213,8 @@ def _reduced(
     return [*results, squared, known.correct.sum() / at_least_one]
 
 
-def _reduced_shape(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    needs_dhidden: bool,
-    needs_dweight: bool,
-    needs_dbias: bool,
-    reduction: Reduction,
-    *flat: Any,
-) -> list[Tensor | None]:
+def _reduced_shape(*args: Any) -> list[Tensor | None]:
+    hidden, weight, _, target, _, needs_dhidden, needs_dweight, needs_dbias, _, *flat = args
     options, tp, _ = unpacked(flat)
     loss = hidden.new_empty((), dtype=sums_dtype(hidden.dtype))
     dhidden = hidden.new_empty(target.shape[0], hidden.shape[1], dtype=terms_dtype(hidden.dtype, tp))
@@ -268,14 +258,8 @@ def _token_losses(
     return [loss, *known]
 
 
-def _token_losses_shape(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    *flat: Any,
-) -> list[Tensor | None]:
+def _token_losses_shape(*args: Any) -> list[Tensor | None]:
+    hidden, _, _, target, _, *flat = args
     options, _, _ = unpacked(flat)
     loss, known = empty_losses(hidden, torch.empty_like(target), options)
     return [loss, *known]
@@ -318,18 +302,8 @@ def _token_gradients(
     return [dhidden, gradients.dweight, gradients.dbias]
 
 
-def _token_gradients_shape(
-    dloss: Tensor,
-    dentropy: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-    needs_dhidden: bool,
-    needs_dweight: bool,
-    needs_dbias: bool,
-    *_: object,
-) -> list[Tensor | None]:
+def _token_gradients_shape(*args: Any) -> list[Tensor | None]:
+    _, _, hidden, weight, _, _, needs_dhidden, needs_dweight, needs_dbias, *_ = args
     wide = sums_dtype(weight.dtype)
     return [
         hidden.new_empty(hidden.shape) if needs_dhidden else None,
