@@ -10,7 +10,7 @@ import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bench.baseline import (
@@ -26,12 +26,11 @@ from bench.baseline import (
 )
 from bench.results import BadFile, Results, pooled, read
 from bench.run import NothingRan, run
-from bench.verdict import REPEATED, Finding, findings, tolerated
+from bench.verdict import SLOWED, Finding, findings, hides_a_slowdown, suspects
 from tpkernels.cli import BadUse, add_number, bad_use_if, write_json, written_to
 
 GREEN, REGRESSION = 0, 1
 Again = Callable[[Sequence[str]], Results]  # times cases of these names, once
-NOISY = 0.2  # a tolerance above this is told
 
 
 def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
@@ -115,11 +114,13 @@ class Judged:
         return [finding for finding in self.findings if finding.fails]
 
     def lines(self, baseline: Baseline, path: Path) -> list[str]:
-        held = len(self.results.infos.keys() & baseline.cases.keys() - {one.case for one in self.failing})
-        noisy = [
+        failing = {finding.case for finding in self.failing}
+        held = len(self.results.infos.keys() & baseline.cases.keys() - failing)
+        hiding = [
             name
             for name, was in baseline.cases.items()
-            if name in self.results.infos and tolerated(was, self.results.infos[name], baseline.floor) > NOISY
+            if name in self.results.infos.keys() - failing
+            and hides_a_slowdown(was, self.results.infos[name], baseline.floor)
         ]
         width = max((len(finding.case) for finding in self.findings), default=0)
         table = [f"{one.kind:<14}  {one.case:<{width}}  {one.text}" for one in self.findings]
@@ -128,34 +129,27 @@ class Judged:
             lines.append(f"made with other versions: {versions}; where naive became faster, ratios fall")
         if self.failing and baseline.made.get("machine") != machine():
             lines.append(f"the baseline is of another machine: {baseline.made.get('machine')}")
-        if noisy:
-            lines.append(f"{len(noisy)} are too noisy to show a fall of {NOISY:.0%}: {', '.join(noisy)}")
+        if hiding:
+            names = ", ".join(hiding)
+            lines.append(
+                f"{len(hiding)} became faster, and would hide a slow-down of {SLOWED:g}x; --update makes "
+                f"a new baseline: {names}"
+            )
         if self.repeats:
-            lines.append(f"what seemed slower was timed {self.repeats} more times, and the best was taken")
+            lines.append(f"what seemed slower was timed {self.repeats} more times: medians count")
         if self.failing:
             lines.append(f"regressions: {len(self.failing)}; if they are meant: --update")
         return lines
 
 
 def judge(baseline: Baseline, results: Results, again: Again, repeats: int) -> Judged:
-    """What seems slower is timed again, it alone, until it does no longer or for `repeats` times."""
-    for done in range(repeats + 1):
-        found = list(findings(baseline, results))
-        suspects = [finding.case for finding in found if finding.kind in REPEATED]
-        if not suspects or done == repeats:
-            break
-        results = better_of(results, again(list(dict.fromkeys(suspects))))
-    return Judged(results, found, done)
-
-
-def better_of(before: Results, repetition: Results) -> Results:
-    """The higher ratio of each case. One that went wrong this time is wrong."""
-    infos = dict(before.infos)
-    for name, info in repetition.infos.items():
-        if info["ratio"] > infos[name]["ratio"]:
-            infos[name] = info
-    failures = {**before.failures, **repetition.failures}
-    return Results({name: infos[name] for name in infos if name not in failures}, failures, before.command)
+    """What seems slower is timed `repeats` times again, it alone; the medians of all runs count."""
+    again_for = suspects(baseline, results) if repeats else []
+    if again_for:
+        results = pooled([results, *(again(again_for) for _ in range(repeats))])
+        infos = {name: info for name, info in results.infos.items() if name not in results.failures}
+        results = replace(results, infos=infos)  # one that went wrong once is wrong
+    return Judged(results, list(findings(baseline, results)), repeats if again_for else 0)
 
 
 def _other_versions(baseline: Baseline, results: Results) -> str:

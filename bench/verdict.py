@@ -10,7 +10,8 @@ from typing import Literal
 from bench.baseline import IDENTITY, Baseline
 from bench.results import Info, Results, cause
 
-MOST = 0.5  # a ratio that halved fell, however noisy it is
+SLOWED = 1.5  # times as long: what every case must show
+MOST = 0.2  # a ratio that fell by more fell, however noisy it is: SLOWED takes a third of it
 
 Kind = Literal["fell", "broken promise", "missing", "wrong", "changed", "new"]
 REPEATED: tuple[Kind, ...] = ("fell", "broken promise")  # what may be noise
@@ -46,13 +47,31 @@ def _of_case(name: str, info: Info, baseline: Baseline) -> Iterator[Finding]:
         told = ", ".join(f"{key} {was[key]} is {info[key]} now" for key in differences)
         yield Finding("changed", name, f"measures something else: {told}")
     else:
-        fall = 1 - info["ratio"] / was["ratio"]
         tolerance = tolerated(was, info, baseline.floor)
-        if fall > tolerance:
+        if (fall := fallen(was, info["ratio"])) > tolerance:
             ratios = f"{was['ratio']:.2f}x is {info['ratio']:.2f}x now"
             yield Finding("fell", name, f"{ratios}: {fall:.0%} less, tolerance {tolerance:.0%}")
     if promised is not None and info["ratio_quartile_high"] < promised:  # in three quarters of the rounds
         yield Finding("broken promise", name, f"{info['ratio']:.3f}x; at least {promised:.3f}x is promised")
+
+
+def fallen(was: Info, ratio: float) -> float:
+    """The part of a ratio that is gone."""
+    return float(1 - ratio / was["ratio"])
+
+
+def suspects(baseline: Baseline, results: Results) -> list[str]:
+    """Names of cases to time again: a noisy one already if half of what is tolerated at most is gone."""
+    found = {finding.case for finding in findings(baseline, results) if finding.kind in REPEATED}
+    for name, info in results.infos.items():
+        if (was := baseline.cases.get(name)) and fallen(was, info["ratio"]) > MOST / 2:
+            found.add(name)
+    return sorted(found)
+
+
+def hides_a_slowdown(was: Info, now: Info, floor: float) -> bool:
+    """Whether a case that took SLOWED times as long as now would not have fallen."""
+    return fallen(was, now["ratio"] / SLOWED) <= tolerated(was, now, floor)
 
 
 def tolerated(was: Info, now: Info, floor: float) -> float:

@@ -35,6 +35,7 @@ from tpkernels.layers.block import TransformerBlock as TransformerBlock
 from tpkernels.layers.check import check as check
 from tpkernels.layers.checkpoint import checkpoint as checkpoint
 from tpkernels.layers.clip import clip_grad_norm_ as clip_grad_norm_
+from tpkernels.layers.functional import LossMetrics as LossMetrics
 from tpkernels.layers.functional import (
     copy_to_tensor_model_parallel_region as copy_to_tensor_model_parallel_region,
 )

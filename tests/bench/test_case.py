@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -216,3 +217,21 @@ def test_shapes_are_what_the_models_ask_for_and_bounds_follow_from_the_data_shee
     assert RATED_GPUS["h100"].floor(1.0, 3.35e12) == 1.0  # little work, much memory
     for (name, tensor, tokens, layer), one in shapes.items():
         assert one.flops * tensor == shapes[name, 1, tokens, layer].flops
+
+
+FAULTS = """
+import resource, bench.conftest, torch
+def faults(calls):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(calls):
+        torch.ones(2**19).exp()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults(5)
+print(faults(20))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks glibc")
+def test_calls_that_are_timed_take_memory_that_is_there():
+    """By default each call may be given 1,000 pages that the kernel clears."""
+    assert int(ran("-c", FAULTS).stdout) < 1000, "of 20 calls"

@@ -29,7 +29,7 @@ from tests.buckets.golden import (
     wild,
     wrap,
 )
-from tests.buckets.ways import on_ranks, under
+from tests.buckets.ways import moved_to, on_ranks, under
 from tests.checks import error_of, open_files
 from tests.ops.transport_cases import heard
 from tests.patience import patient
@@ -38,8 +38,9 @@ from tests.programs import forked
 from tests.ranks import RankPool
 from tpkernels import GradientBuckets
 from tpkernels.buckets import memory
+from tpkernels.comm import agreement
 from tpkernels.comm.agreement import CannotTakePart
-from tpkernels.comm.transports import processes, select, shared
+from tpkernels.comm.transports import select, shared
 
 ORDER = (2, 0, 3, 1)  # of layers: another than that of parameters, so that the first step arranges anew
 
@@ -272,7 +273,7 @@ def test_choice_follows_the_transport(ranks1, ranks2, asked):
 
 
 def asked_for_on(machine):
-    with patch.object(processes, "machine", lambda: machine):
+    with moved_to(machine):
         return error_of(wrap, chain())
 
 
@@ -380,3 +381,17 @@ def test_threads_that_divide_a_shard_change_nothing():
 def test_two_ranks_have_those_bits_over_c10d_too(ranks4, combined):
     """Halves of either are added, or the sum is halved: the same, as no float here is tiny."""
     ranks4.pool.run(under, "c10d", assert_bits, 2, plain_cases(combined, torch.float32))
+
+
+def exchanges_of_constructions() -> list[int]:
+    group, found = dist.new_group(), []
+    for _ in range(3):
+        with patch.object(agreement, "gather_small", side_effect=agreement.gather_small) as gathered:
+            GradientBuckets(chain(), group).detach()
+        found.append(gathered.call_count)
+    return found
+
+
+def test_ranks_ask_once_where_they_run(ranks2):
+    """Each time they compare what they bring, offer memory, and say that they have mapped it."""
+    assert ranks2.pool.run(under, "auto", exchanges_of_constructions) == [[4, 3, 3]] * 2

@@ -1,14 +1,17 @@
 """Both ways in which buckets are reduced: in memory that ranks share, and over torch.distributed."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import pytest
 
 from tests import on_ranks as on_plain_ranks
 from tests.ranks import RankPool
+from tpkernels.buckets import memory
 from tpkernels.comm.transports import processes, select
 
 T = TypeVar("T")
@@ -27,8 +30,18 @@ def under(way: str, function: Callable[..., T], *args: Any) -> T:
 
 def on_machine(machine: str, function: Callable[..., T], *args: Any) -> T:
     """Call a function as if this rank ran on a machine of that name, with the default transport."""
-    with patch.object(processes, "machine", lambda: machine):
+    with moved_to(machine):
         return under("auto", function, *args)
+
+
+@contextmanager
+def moved_to(machine: str) -> Iterator[None]:
+    """Ranks of a pool move, which others do not: they forget where each was."""
+    with (
+        patch.object(processes, "machine", lambda: machine),
+        patch.object(memory, "_PLACES", WeakKeyDictionary()),
+    ):
+        yield
 
 
 class Ranks:

@@ -142,3 +142,60 @@ def test_bad_use_is_one_line(words, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["typecheck", *words])
     assert capsys.readouterr().err.count("\n") == 1
+
+
+BY_HAND = """
+import sys
+import torch
+import torch.distributed as dist
+import tpkernels
+from torch.nn.functional import linear, rms_norm
+
+dist.init_process_group("gloo")
+if "no_state" not in sys.argv:
+    tpkernels.initialize_model_parallel(tensor_model_parallel_size=2)
+
+
+class MLP(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (torch.nn.Parameter(torch.randn(shape)) for shape in ((8, 4), (4, 8)))
+        for weight, dim in ((self.up, 0), (self.down, 1)):
+            if "unmarked" not in sys.argv:
+                weight.tensor_model_parallel, weight.partition_dim = True, dim
+
+    def forward(self, x):
+        if "no_state" in sys.argv:
+            return x @ self.up.t()
+        h = linear(tpkernels.copy_to_tensor_model_parallel_region(x), self.up).relu()
+        if "norm" in sys.argv:
+            h = rms_norm(h, (8,))
+        y = linear(h, self.down)
+        if "residual" in sys.argv:
+            y = y + x
+        return tpkernels.reduce_from_tensor_model_parallel_region(y)
+
+
+model = MLP()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model(torch.ones(3, 4)).square().mean().backward()
+optimizer.step()
+"""
+OF_MODELS_BY_HAND = {
+    "right": (0, "no fault found in types over 2 tensor-parallel ranks"),
+    "residual": (1, "in forward\n    y = y + x\n"),
+    "norm": (1, "in forward\n    h = rms_norm(h, (8,))\n"),
+    "unmarked": (1, "regions were called, but by no module with layers of tpkernels or marked parameters"),
+    "no_state": (
+        1,
+        "a model with marked shards was called, but no tensor-parallel state tells over",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OF_MODELS_BY_HAND)
+def test_a_model_by_hand_is_checked_or_told_what_it_lacks(tmp_path, capsys, what):
+    script, (code, words) = tmp_path / "by_hand.py", OF_MODELS_BY_HAND[what]
+    script.write_text(BY_HAND)
+    assert main(["typecheck", str(script), what]) == code
+    assert words in capsys.readouterr().out

@@ -10,7 +10,7 @@ from tests.dispatch.conftest import TRITON_WINS, FakeTimer, call
 from tests.kernels.checks import assert_written, rows_for
 from tests.products import pairwise
 from tests.segments import in_op
-from tpkernels.dispatch import backends, norms, primitives, products, vocabulary
+from tpkernels.dispatch import backends, gates, norms, primitives, products, vocabulary
 from tpkernels.dispatch.candidates import tune_key
 from tpkernels.dispatch.checking import results_of, scratch_like
 from tpkernels.dispatch.record import Layer
@@ -23,7 +23,7 @@ NARROWING = ("quantize", "dequantize")
 IN_FP8 = {name: primitives.RECORDS[name] for name in (*NARROWING, "scaled_linear")}
 RECORDS = {name: record for name, record in primitives.RECORDS.items() if name not in IN_FP8}
 FUNCTIONS = {
-    name: next(getattr(home, name) for home in (primitives, norms, vocabulary) if hasattr(home, name))
+    name: next(getattr(home, name) for home in (primitives, gates, norms, vocabulary) if hasattr(home, name))
     for name in primitives.RECORDS
 }
 COMPILED = [name for name, record in primitives.RECORDS.items() if not record.changes_first]

@@ -112,6 +112,18 @@ TAKEN = {
     "parallel_mlp by tokens": (lambda x, w, g: mlp(x, w, g, sequence_parallel=True), "V", "V"),
     "vocab_cross_entropy": (lambda x, w, g: ops.vocab_cross_entropy(x, torch.arange(4), g), "V", "I"),
     "linear_cross_entropy": (lambda x, w, g: ops.linear_cross_entropy(x, w, torch.arange(4), g), "I", "I"),
+    "weighted vocab_cross_entropy": (
+        lambda x, w, g: ops.vocab_cross_entropy(x, torch.arange(4), g, class_weight=torch.ones(8)),
+        "V",
+        "I",
+    ),
+    "linear_cross_entropy with all terms": (
+        lambda x, w, g: ops.linear_cross_entropy(
+            x, w, torch.arange(4), g, bias_shard=w[0], softcap=2.0, class_weight=torch.ones(8), z_loss=0.1
+        ),
+        "I",
+        "I",
+    ),
     "linear_logprobs": (
         lambda x, w, g: ops.linear_logprobs(x, w, torch.arange(4), g, return_entropy=True)[1],
         "I",

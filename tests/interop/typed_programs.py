@@ -61,11 +61,20 @@ def by_regions(w: Weights, group: dist.ProcessGroup, alone: dist.ProcessGroup, f
     if fault == "copied twice":
         h = mappings.copy_to_region(h, group)
     h = F.gelu(F.linear(h, w.up, w.up_bias))
+    if fault == "norm of a shard of features":
+        h = F.rms_norm(h, h.shape[-1:])
+    if fault == "norm with a split weight":
+        h = F.layer_norm(h, h.shape[-1:], w.up_bias)
     if fault == "a replicated norm of split features":
         h = h * w.scale.repeat(h.shape[-1] // FEATURES)
-    y = F.linear(h, w.down, w.down_bias if fault == "bias before the sum" else None)
+    if fault == "residual added to a term":
+        y = h @ w.down.t()
+    else:
+        y = F.linear(h, w.down, w.down_bias if fault == "bias before the sum" else None)
     if fault == "gelu of a term":
         y = F.gelu(y)
+    if fault == "residual added to a term":
+        y = y + x.detach()
     if fault != "sum left out":
         y = mappings.reduce_from_region(y, alone if fault == "sum over another group" else group)
     if fault == "summed twice":
@@ -87,6 +96,10 @@ def by_tokens(w: Weights, group: dist.ProcessGroup, alone: dist.ProcessGroup, fa
         )
     else:
         h = ops.column_linear(x * w.scale, w.up, w.up_bias, group, sequence_parallel=True)
+    if fault == "softmax of split features":
+        h = h.softmax(-1)
+    if fault == "our norm of split features":
+        h = ops.rms_norm(h * 2, w.up_bias)
     if fault == "replicated bias of split features":
         h = h + w.down_bias.repeat(h.shape[-1] // FEATURES)
     bias = None if fault == "bias of each rank's tokens" else w.down_bias
@@ -138,6 +151,10 @@ FAULTS: Mapping[Program, Mapping[str, str]] = {  # with the start of the line th
         "copied twice": "h = mappings.copy_to_region(h",
         "a replicated norm of split features": "h = h * w.scale",
         "bias before the sum": "y = F.linear(h, w.down",
+        "gelu of a term": "y = F.gelu(y)",
+        "residual added to a term": "y = y + x",
+        "norm of a shard of features": "h = F.rms_norm(h",
+        "norm with a split weight": "h = F.layer_norm(h",
         "sum left out": "y = y + w.down_bias",
         "sum over another group": "y = y + w.down_bias",
         "summed twice": "y = mappings.reduce_from_region(y, group)",
@@ -145,6 +162,8 @@ FAULTS: Mapping[Program, Mapping[str, str]] = {  # with the start of the line th
     },
     by_tokens: {
         "column layer without gather": "h = F.linear(",
+        "softmax of split features": "h = h.softmax(-1)",
+        "our norm of split features": "h = ops.rms_norm(h",
         "replicated bias of split features": "h = h + w.down_bias",
         "bias of each rank's tokens": "y = y + w.down_bias",
         "loss of each rank's tokens": AT_LOSS,
@@ -161,8 +180,8 @@ FAULTS: Mapping[Program, Mapping[str, str]] = {  # with the start of the line th
         "loss copied": AT_LOSS,
     },
 }
-# To local types a term is a shard: functions may be taken of it, and means may be summed.
-NOT_SEEN: Mapping[Program, tuple[str, ...]] = {by_regions: ("gelu of a term",), by_tokens: ("sum of losses",)}
+# To local types a term of our ops is a shard: means may be summed.
+NOT_SEEN: Mapping[Program, tuple[str, ...]] = {by_tokens: ("sum of losses",)}
 CASES = [(program, fault) for program, faults in FAULTS.items() for fault in ("", *faults)]
 
 

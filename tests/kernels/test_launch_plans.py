@@ -24,7 +24,7 @@ from triton.runtime import driver
 
 from tests.kernels.checks import LAYOUTS, normal
 from tests.segments import in_op
-from tpkernels.dispatch import norms, products, scaled, vocabulary  # noqa: F401  # whose records fill RECORDS
+from tpkernels.dispatch import gates, norms, products, scaled, vocabulary  # noqa: F401  # fill RECORDS
 from tpkernels.dispatch.primitives import RECORDS
 from tpkernels.dispatch.record import Layer
 from tpkernels.kernels import invariance, launch, launch_plans

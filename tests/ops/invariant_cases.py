@@ -146,7 +146,9 @@ def _cross_entropy(s: Setting) -> dict[str, Whole]:
         logits * 1,
         target,
         dist.group.WORLD,
-        label_smoothing=0.1 if s.option == "smoothed" else 0.0,
+        label_smoothing=0.1 if s.option in ("smoothed", "weighted") else 0.0,
+        class_weight=drawn(3, 67).abs() if s.option == "weighted" else None,
+        z_loss=0.1 if s.option == "weighted" else 0.0,
         vocab_size=67,
         overwrite_logits=s.option == "overwritten",
     )
@@ -161,11 +163,18 @@ def _head(s: Setting) -> dict[str, Whole]:
     main_grad = (
         leaf(drawn(4, VOCABULARY, s.k), 0, torch.float32).detach() if s.option == "main_grad" else None
     )
+    bias, more, metrics = None, {}, ops.LossMetrics()
+    if s.option == "all_terms":
+        bias = leaf(drawn(5, VOCABULARY), 0, s.dtype)
+        more = {"softcap": 2.0, "class_weight": drawn(6, 67).abs(), "z_loss": 0.1, "label_smoothing": 0.1}
     loss = ops.linear_cross_entropy(
         hidden,
         weight,
         _ids(s),
         dist.group.WORLD,
+        bias_shard=bias,
+        metrics=metrics if more else None,
+        **more,
         sequence_parallel=s.sequence_parallel,
         reduction="none" if s.option == "none" else "mean",
         vocab_size=67,
@@ -174,7 +183,14 @@ def _head(s: Setting) -> dict[str, Whole]:
     )
     loss.backward(drawn(3, *loss.shape).float())
     dweight = weight.grad if main_grad is None else main_grad
-    return {"loss": (loss.detach(), None), "dhidden": (hidden.grad, tokens), "dweight": (dweight, 0)}
+    found: dict[str, Whole] = {
+        "loss": (loss.detach(), None),
+        "dhidden": (hidden.grad, tokens),
+        "dweight": (dweight, 0),
+    }
+    if bias is not None:
+        found |= {"dbias": (bias.grad, 0), "z": (metrics.z_loss, None), "accuracy": (metrics.accuracy, None)}
+    return found
 
 
 def _logprobs(s: Setting) -> dict[str, Whole]:

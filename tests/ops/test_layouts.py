@@ -24,7 +24,7 @@ from tpkernels.ops import (
 from tpkernels.ops.matmul import PLAIN
 from tpkernels.ops.tensor_parallel import mappings
 from tpkernels.ops.tensor_parallel.parallel import ALONE
-from tpkernels.ops.vocab.partial_gradients import PartialGradients
+from tpkernels.ops.vocab.head_chunks import PartialGradients
 
 VOCAB, K = 8, 4
 IDS = torch.tensor([[3, 9, 0, 5], [1, 1, 4, 2]])
@@ -71,6 +71,12 @@ OVER_GROUPS = OPS | {
     "head_by_chunks": (lambda g, h, w: linear_cross_entropy(h, w, IDS[1], g, chunk_tokens=3), (H, HEAD)),
     "head_fp8": (lambda g, h, w: linear_cross_entropy(h, w, IDS[1], g, quantize=RECIPES[0]), (H, HEAD)),
     "head_invariant": (lambda g, h, w: linear_cross_entropy(h, w, IDS[1], g, tp_invariant=2), (H, HEAD)),
+    "head_with_all_terms": (
+        lambda g, h, w, b: linear_cross_entropy(
+            h, w, IDS[1], g, bias_shard=b, softcap=2.0, z_loss=0.1, label_smoothing=0.1
+        ),
+        (H, HEAD, (VOCAB,)),
+    ),
     "logprobs_of_several": (lambda g, h, w: linear_logprobs(h, w, IDS.mT, g, top_k=3)[0], (H, HEAD)),
     "entropy": (
         lambda g, h, w: torch.stack(linear_logprobs(h, w, IDS[1], g, return_entropy=True)), (H, HEAD)
@@ -126,5 +132,5 @@ def test_ops_over_a_group_take_every_layout(name, layout, by):
 
 def test_gradients_of_hidden_are_contiguous_as_the_operator_says():
     """Kernels write rows of them, and compiled code believes the operator."""
-    gradients = PartialGradients(torch.ones(3, 5).mT, torch.ones(4, 3), True, False, ALONE, PLAIN)
+    gradients = PartialGradients(torch.ones(3, 5).mT, torch.ones(4, 3), True, False, False, ALONE, PLAIN)
     assert gradients.dhidden.is_contiguous()

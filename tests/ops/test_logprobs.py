@@ -41,7 +41,7 @@ from tpkernels.dispatch import backends
 from tpkernels.gate.numerics import relative_error
 from tpkernels.ops import column_linear, linear_cross_entropy, linear_logprobs, vocab_cross_entropy
 from tpkernels.ops.vocab import cross_entropy
-from tpkernels.ops.vocab import linear_cross_entropy as head
+from tpkernels.ops.vocab import head_chunks as head
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ def logprobs(s: LogprobSetting, seed: int) -> dict[str, float]:
         found = found.masked_fill(found == -torch.inf, FORBIDDEN)
         return torch.cat([found.flatten(), entropy.flatten()])
 
-    def unsharded(hidden: Tensor, weight: Tensor) -> Tensor:
-        return oracle(s, target, logits_of(hidden, weight))
+    def unsharded(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return oracle(s, target, logits_of(s, hidden, weight, bias))
 
     return with_a_head(s, generator, ours, unsharded, target, dy, draw)
 
@@ -126,6 +126,8 @@ def test_logprobs_and_entropies_are_the_unsharded_ones(ranks):
         LogprobSetting(leading=(0,), n=2),
         LogprobSetting(vocab=1, leading=(4,), ignored=1),
         LogprobSetting(ignored=24),
+        LogprobSetting(bias=True, softcap=1.5),
+        LogprobSetting(torch.bfloat16, bias=True, softcap=3.0, n=3, sequence_parallel=True),
     ]
     extreme = [LogprobSetting(temperature=t, n=n) for t, n in ((1e-2, 0), (1e3, 0), (1e-2, 2), (1e30, 2))]
     assert_right(ranks, logprobs, settings + several + extreme)
@@ -150,6 +152,8 @@ def test_of_the_largest_logits_they_are_those_of_what_is_kept(ranks):
         LogprobSetting(top_k=4, leading=(0,), n=2),
         LogprobSetting(top_k=4, ignored=24, chunk_tokens=None),
         LogprobSetting(top_k=3, temperature=1e-2),
+        LogprobSetting(top_k=5, softcap=1.5, bias=True),
+        LogprobSetting(torch.bfloat16, top_k=5, softcap=20.0, n=2),
     ]
     assert_right(ranks, logprobs, settings + several)
 

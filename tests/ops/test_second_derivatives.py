@@ -41,6 +41,10 @@ def _ids(seed: int) -> Tensor:
     return torch.randint(VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(seed))
 
 
+def _classes(group: dist.ProcessGroup) -> Tensor:
+    return torch.arange(1.0, 1.0 + VOCAB * group.size())
+
+
 Op = Callable[..., Tensor]
 X, W, B = (TOKENS, K), (N, K), (N,)
 OPS: dict[str, tuple[Op, tuple[tuple[int, ...], ...]]] = {  # of a group and tensors, and the shapes of these
@@ -58,6 +62,16 @@ OPS: dict[str, tuple[Op, tuple[tuple[int, ...], ...]]] = {  # of a group and ten
     ),
     "embedding": (lambda g, w: vocab_embedding(_ids(0), w, g), ((VOCAB, K),)),
     "cross_entropy": (lambda g, logits: vocab_cross_entropy(logits, _ids(1), g), ((TOKENS, VOCAB),)),
+    "weighted_cross_entropy": (
+        lambda g, logits: vocab_cross_entropy(logits, _ids(1), g, class_weight=_classes(g), z_loss=0.1),
+        ((TOKENS, VOCAB),),
+    ),
+    "head_with_all_terms": (
+        lambda g, h, w, b: linear_cross_entropy(
+            h, w, _ids(1), g, bias_shard=b, softcap=2.0, class_weight=_classes(g), z_loss=0.1
+        ),
+        (X, (VOCAB, K), (VOCAB,)),
+    ),
     "head_mean": (lambda g, h, w: linear_cross_entropy(h, w, _ids(1), g), (X, (VOCAB, K))),
     "head_none": (lambda g, h, w: linear_cross_entropy(h, w, _ids(1), g, reduction="none"), (X, (VOCAB, K))),
     "logprobs": (lambda g, h, w: linear_logprobs(h, w, _ids(1), g, temperature=2.0)[0], (X, (VOCAB, K))),

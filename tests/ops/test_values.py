@@ -1,9 +1,11 @@
 """Each op and its gradients against float64, by torch and by our kernels."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from tests.ops.cases import CASES, EACH_KIND, NORMS, SOME, K, N, gradients
 from tests.products import pairwise
@@ -148,3 +150,29 @@ def test_checker_sees_planted_faults(device):
     for fault in (lambda x, w, b: case.op(x, w, 2 * b), forgetful):
         with pytest.raises(AssertionError, match="result"):
             assert_right(replace(case, op=fault), operands, dy)
+
+
+@pairwise(kind=["swiglu", "geglu", "geglu_tanh"], dtype=DTYPES, by=BACKENDS)
+def test_a_gate_of_given_tensors_and_its_gradients(kind, dtype, backend):
+    """Rounded once by a kernel; by torch after each step."""
+    gate = {"swiglu": F.silu, "geglu": F.gelu, "geglu_tanh": partial(F.gelu, approximate="tanh")}[kind]
+    given = [torch.randn(5, 7, 33).to(dtype) for _ in range(3)]
+    *operands, dh = given
+    ours = gradients(partial(ops.gated, kind=kind), operands, dh)
+    exact = gradients(lambda g, u: gate(g) * u, [t.double() for t in operands], dh.double())
+    for found, right in zip(ours, exact, strict=True):
+        assert found.dtype is dtype
+        assert error(found, right) < BOUND[dtype]
+
+
+def test_a_gate_refuses_tensors_that_are_not_alike():
+    g = torch.randn(4, 6)
+    for u in (g[:1], g.double(), g.to("meta")):
+        with pytest.raises(
+            ValueError, match=r"gated: expected .* of one shape, dtype and device, got \(4, 6\)"
+        ):
+            ops.gated(g, u)
+    with pytest.raises(ValueError, match="got 'relu'"):
+        ops.gated(g, g, kind="relu")
+    u = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(ops.gated, (torch.randn_like(u).requires_grad_(), u))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -24,10 +25,10 @@ from tests.ops.test_behaviour import saved_bytes
 from tests.ops.test_parallel_citizens import OPCHECKS, unlike_compiled
 from tests.ops.test_vocabulary import INTERPRETED, our_part
 from tpkernels.dispatch import backends
-from tpkernels.ops import linear_cross_entropy, vocab_cross_entropy, vocab_embedding
+from tpkernels.ops import LossMetrics, linear_cross_entropy, vocab_cross_entropy, vocab_embedding
 from tpkernels.ops.tensor_parallel import parallel
 from tpkernels.ops.tensor_parallel.parallel import name_of
-from tpkernels.ops.vocab.partial_gradients import PartialGradients
+from tpkernels.ops.vocab.head_chunks import PartialGradients
 
 VOCAB, FEATURES = 14, 6
 BACKENDS = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=INTERPRETED)])
@@ -131,13 +132,125 @@ def test_a_batch_without_a_target_is_zero_and_not_nan():
     hidden = torch.randn(*target.shape, FEATURES, requires_grad=True)
     target, group = torch.full_like(target, 7), dist.group.WORLD
     weight.requires_grad_()
-    for reduction in ("mean", "sum", "none"):
-        options = {"ignore_index": 7, "reduction": reduction, "vocab_size": VOCAB}
+    terms = {"softcap": 2.0, "class_weight": torch.ones(VOCAB), "z_loss": 0.1, "label_smoothing": 0.1}
+    for reduction, more in product(("mean", "sum", "none"), ({}, terms)):
+        metrics = LossMetrics()
+        options = {"ignore_index": 7, "reduction": reduction, "vocab_size": VOCAB, "metrics": metrics, **more}
         y = linear_cross_entropy(hidden, weight, target, group, **options)
         assert not any(t.any() for t in (y, *torch.autograd.grad(y.sum(), (hidden, weight))))
+        assert not metrics.accuracy.any()
+        assert metrics.z_loss is None or not metrics.z_loss.any()
     logits = torch.randn(*target.shape, len(table), requires_grad=True)
     y = vocab_cross_entropy(logits, target, group, ignore_index=7, label_smoothing=0.1)
     assert not any(t.any() for t in (y, *torch.autograd.grad(y.sum(), logits)))
+
+
+@BACKENDS
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@on_ranks()
+def test_metrics_are_those_of_the_loss_and_ties_go_to_the_lowest_id(backend, reduction):
+    """Logits are small integers, which every rank computes exactly."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, whole = (torch.randint(-1, 2, shape, generator=generator).float() for shape in ((40, 3), (11, 3)))
+    logits = hidden @ whole.t()
+    best = logits.argmax(1)
+    assert ((logits == logits.amax(1, keepdim=True)).sum(1) > 1).any(), "no ties"
+    equal_one = torch.where(logits == logits.amax(1, keepdim=True), torch.arange(11), -1).amax(1)
+    target = torch.where(
+        torch.arange(40) % 2 == 0, best, equal_one
+    )  # the lowest and the highest of equal ids
+    target[:4] = -100
+    metrics = LossMetrics()
+    options = {"reduction": reduction, "vocab_size": 11, "chunk_tokens": 7, "metrics": metrics}
+    with patch.object(backends, "backend", backend):
+        loss = linear_cross_entropy(
+            hidden.requires_grad_(),
+            our_part(whole, 0, 100.0),
+            target,
+            dist.group.WORLD,
+            z_loss=0.5,
+            **options,
+        )
+        plain = linear_cross_entropy(
+            hidden, our_part(whole, 0, 100.0), target, dist.group.WORLD, reduction=reduction, vocab_size=11
+        )
+    counted = target != -100
+    right, z = (best == target) & counted, 0.5 * logits.logsumexp(1).square() * counted
+    if reduction != "none":
+        right = right.sum() / counted.sum()
+        z = z.sum() / (counted.sum() if reduction == "mean" else 1)
+    torch.testing.assert_close(metrics.accuracy, right)
+    torch.testing.assert_close(metrics.z_loss, z)
+    torch.testing.assert_close(loss - plain, z, rtol=1e-4, atol=1e-5)
+    assert not metrics.accuracy.requires_grad
+    assert not metrics.z_loss.requires_grad
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@on_ranks(1)
+def test_a_weighted_gradient_of_16_bits_is_rounded_once(smoothing):
+    """Also at the target, where p rounds to 1."""
+    logits = torch.tensor([[0.0, 9.0, 1.0, 0.0]]).bfloat16()
+    weight, target = torch.tensor([0.5, 1.0, 0.25, 1.0]), torch.tensor([1])
+    own = logits.clone().requires_grad_()
+    options = {"class_weight": weight, "z_loss": 1e-4, "label_smoothing": smoothing}
+    vocab_cross_entropy(own, target, dist.group.WORLD, **options).sum().backward()
+    exact = logits.double().requires_grad_()
+    smoothed = {"weight": weight.double(), "label_smoothing": smoothing * 4 / 3}
+    loss = F.cross_entropy(exact, target, reduction="sum", **smoothed) + 1e-4 * exact.logsumexp(1).square()
+    loss.sum().backward()
+    torch.testing.assert_close(own.grad.double(), exact.grad, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@on_ranks(1)
+def test_class_weights_of_any_dtype_count_in_that_of_the_loss(dtype):
+    logits, target = torch.randn(6, 8), torch.arange(6)
+    hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(8, 4)
+    given = torch.rand(8).to(dtype)
+    for call in (
+        partial(vocab_cross_entropy, logits, target, dist.group.WORLD),
+        partial(linear_cross_entropy, hidden, weight, target, dist.group.WORLD),
+    ):
+        found, right = (call(class_weight=w, label_smoothing=0.1) for w in (given, given.float()))
+        assert found.dtype is torch.float32
+        assert torch.equal(found, right)
+
+
+@on_ranks(2)
+def test_class_weights_that_differ_between_ranks_are_an_error():
+    weight = torch.ones(16)
+    weight[3] += dist.get_rank()
+    with pytest.raises(ValueError, match=r"other data on the ranks .* class_weight \(16,\)"):
+        vocab_cross_entropy(torch.randn(6, 8), torch.arange(6), dist.new_group(), class_weight=weight)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@on_ranks(2)
+def test_compiled_terms_of_a_loss_are_those_of_eager_ones(reduction):
+    torch.manual_seed(3)
+    target, weights = torch.randint(VOCAB, (12,)), torch.rand(VOCAB)
+    _, ours, *_ = operands()
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        metrics = LossMetrics()
+        options = {"class_weight": weights, "z_loss": 0.1, "label_smoothing": 0.1, "reduction": reduction}
+        y = linear_cross_entropy(
+            hidden,
+            weight,
+            target,
+            dist.group.WORLD,
+            bias_shard=bias,
+            softcap=2.0,
+            vocab_size=VOCAB,
+            metrics=metrics,
+            **options,
+        )
+        return y.sum() + metrics.accuracy.sum() + metrics.z_loss.sum()
+
+    leaves = [t.requires_grad_() for t in (torch.randn(12, FEATURES), ours, torch.randn(len(ours)))]
+    wrong = unlike_compiled(loss, [leaves])
+    assert wrong == []
 
 
 @on_ranks(2)
@@ -186,28 +299,37 @@ def test_registered_operators_pass_opcheck():
     hidden, logits, tokens = torch.randn(12, FEATURES), torch.randn(12, VOCAB), torch.rand(12) + 1
     operators, group = torch.ops.tpkernels, name_of(dist.group.WORLD)
     whole, split = (group, False, True, 0, ""), (group, True, True, 0, "")
-    fp32, on_one = torch.float32, ("loss", VOCAB, 0.1, -100, None, 5, None, *whole)
-    scaled = ("logprobs", VOCAB, 0.0, -100, 0.7, 5, 3, *whole[:-1], "rowwise")
-    pairs, known = torch.stack([counted, flat], 1), (counted, tokens, tokens, None, None)
+    fp32, plain, weights = torch.float32, (None, 0.0, False), torch.rand(VOCAB)
+    on_one = ("loss", VOCAB, 0.1, -100, None, 5, None, *plain, *whole)
+    scaled = ("logprobs", VOCAB, 0.0, -100, 0.7, 5, 3, *plain, *whole[:-1], "rowwise")
+    with_all = ("loss", VOCAB, 0.1, -100, None, 5, None, 3.0, 0.1, True, *whole)
+    pairs, known = torch.stack([counted, flat], 1), (counted, tokens, tokens, None, None, None)
+    head, biased = (hidden, weight, None), (hidden, weight, torch.randn(VOCAB))
     calls: dict[str, list[tuple[Any, ...]]] = {
         "vocab_embedding": [(flat, table, VOCAB, *whole), (flat, table, VOCAB, *split)],
         "vocab_embedding_backward": [(hidden, flat, VOCAB, fp32, 3, *split)],
-        "vocab_cross_entropy": [(logits, counted, *on_one)],
-        "vocab_cross_entropy_backward": [(logits, tokens, *known, *on_one)],
+        "vocab_cross_entropy": [(logits, counted, weights, *on_one)],
+        "vocab_cross_entropy_backward": [(logits, tokens, weights, *known, *on_one)],
         "linear_cross_entropy": [
-            (hidden, weight, counted, *needs, "mean", *on_one)
-            for needs in ((True, True), (False, True), (True, False), (False, False))
+            (*biased, counted, weights, True, False, True, "mean", *with_all),
+            *(
+                (*head, counted, None, *needs, False, "mean", *on_one)
+                for needs in ((True, True), (False, True), (True, False), (False, False))
+            ),
         ],
         "linear_cross_entropy_backward": [
             (hidden, tokens[0], fp32, "loss", *part) for part in (whole, split)
         ],
         "linear_token_losses": [
-            (hidden, weight, counted, *on_one),
-            (hidden, weight, pairs, *scaled),
+            (*biased, counted, weights, *with_all),
+            (*head, pairs, None, *scaled),
         ],
         "linear_token_losses_backward": [
-            (tokens, None, hidden, weight, *needs, *known, *on_one)
-            for needs in ((True, True), (False, True), (True, False))
+            (tokens, None, *biased, weights, True, True, True, *known, *with_all),
+            *(
+                (tokens, None, *head, None, *needs, False, *known, *on_one)
+                for needs in ((True, True), (False, True), (True, False))
+            ),
         ],
     }
     for name, (first, *others) in calls.items():
@@ -260,15 +382,18 @@ def test_a_rank_that_reads_a_batch_of_its_own_is_told_of(call, sequence_parallel
             vocab_embedding(ids, weight, group, sequence_parallel=sequence_parallel)
 
 
+@pytest.mark.parametrize("terms", ["plain", "all_terms"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @on_ranks(1)
-def test_head_holds_a_chunk_of_logits_and_never_all(reduction):
+def test_head_holds_a_chunk_of_logits_and_never_all(reduction, terms):
     tokens, vocab, chunk, group = 1024, 600, 64, dist.group.WORLD
+    more = {"softcap": 2.0, "class_weight": torch.rand(vocab), "z_loss": 0.1, "label_smoothing": 0.1}
     hidden, weight = torch.randn(tokens, FEATURES), torch.randn(vocab, FEATURES)
     target = torch.randint(vocab, (tokens,))
 
     def chunked(hidden: Tensor, weight: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden, weight, target, group, reduction=reduction, chunk_tokens=chunk)
+        options = {"reduction": reduction, "chunk_tokens": chunk, **(more if terms == "all_terms" else {})}
+        return linear_cross_entropy(hidden, weight, target, group, **options)
 
     def pair(hidden: Tensor, weight: Tensor) -> Tensor:
         return vocab_cross_entropy(F.linear(hidden, weight), target, group)
@@ -375,6 +500,17 @@ def test_mistakes_are_errors_on_every_rank():
         (lambda: head(x, w, ids, reduction="avg"), "reduction of mean, sum, none; got 'avg'"),
         (lambda: head(x, w, ids, chunk_tokens=0), "chunk_tokens of at least 1, got 0"),
         (lambda: head(x, w.half(), ids), "expected one dtype"),
+        (lambda: head(x, w, ids, bias_shard=x[0, :5]), "expected bias_shard (8,) for weight_shard (8, 8)"),
+        (lambda: head(x, w, ids, softcap=0.0), "softcap above 0, got 0.0; None leaves logits as they are"),
+        (lambda: head(x, w, ids, softcap=float("nan")), "softcap above 0, got nan"),
+        (lambda: loss(x, ids, z_loss=-0.1), "z_loss, a coefficient, of at least 0, got -0.1"),
+        (lambda: loss(x, ids, class_weight=torch.ones(8)), "class_weight (16,), one for each id of the full"),
+        (lambda: head(x, w, ids, class_weight=torch.ones(16).long()), "got (16,) in torch.int64"),
+        (lambda: loss(x, ids, class_weight=torch.ones(16, device="meta")), "class_weight on cpu like the"),
+        (
+            lambda: loss(x, ids, class_weight=torch.ones(16, requires_grad=True)),
+            "class_weight without a gradient, which it does not get; detach it",
+        ),
     ]
     for call, words in calls:
         assert words in message_of(call)

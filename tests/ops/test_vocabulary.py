@@ -20,7 +20,7 @@ from tests.products import combined
 from tests.ranks import RankPool
 from tpkernels.comm import schedule
 from tpkernels.dispatch import backends
-from tpkernels.ops import linear_cross_entropy, vocab_cross_entropy, vocab_embedding
+from tpkernels.ops import LossMetrics, linear_cross_entropy, vocab_cross_entropy, vocab_embedding
 
 FEATURES = 20
 HELD = 2.0**-7  # by a main_grad: near the gradients, for what is added to 1 in fp32 loses their last bits
@@ -41,6 +41,10 @@ class Setting:
     chunk_tokens: int | None = 7
     main_grad: bool = False
     padding_idx: int | None = None
+    bias: bool = False
+    softcap: float | None = None
+    weighted: bool = False  # by class
+    z_loss: float = 0.0
     backend: str = "torch"
 
     @property
@@ -96,6 +100,28 @@ def random(setting: Setting, generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(setting.dtype)
 
 
+def class_weight_of(setting: Setting, generator: torch.Generator) -> Tensor | None:
+    if not setting.weighted:
+        return None
+    weight = torch.rand(setting.vocab, generator=generator, dtype=torch.float64)
+    weight[::3] = 0
+    return weight.to(torch.promote_types(setting.dtype, torch.float32))
+
+
+def unsharded_loss(
+    setting: Setting, logits: Tensor, target: Tensor, class_weight: Tensor | None, reduction: str = "none"
+) -> Tensor:
+    """By torch: with "mean" a mean of the loss by class weights, and of the z-loss by tokens."""
+    weight = None if class_weight is None else class_weight.to(logits.dtype)
+    options: dict[str, Any] = {"weight": weight, "label_smoothing": setting.smoothing}
+    y = F.cross_entropy(logits, target, reduction=reduction, **options)
+    if setting.z_loss:
+        z = setting.z_loss * logits.logsumexp(1).square().masked_fill(target == -100, 0)
+        total = z if reduction == "none" else z.sum()
+        y = y + (total / (target != -100).sum() if reduction == "mean" else total)
+    return y
+
+
 def loss(setting: Setting, seed: int) -> dict[str, float]:
     """vocab_cross_entropy and the gradient of its logits."""
     generator = prepare(seed)
@@ -103,18 +129,23 @@ def loss(setting: Setting, seed: int) -> dict[str, float]:
     whole = (setting.scale * torch.randn(shape, generator=generator, dtype=torch.float64)).to(setting.dtype)
     target = targets(setting, generator)
     wide = replace(setting, dtype=torch.promote_types(setting.dtype, torch.float32))
-    dloss = random(wide, generator, *setting.leading)
+    dloss, class_weight = random(wide, generator, *setting.leading), class_weight_of(setting, generator)
 
     def unsharded(logits: Tensor) -> Tensor:
         rows = logits.reshape(-1, setting.vocab)
-        y = F.cross_entropy(rows, target.flatten(), reduction="none", label_smoothing=setting.smoothing)
-        return y.view(setting.leading)
+        return unsharded_loss(setting, rows, target.flatten(), class_weight).view(setting.leading)
 
     # padding would win every maximum, if it were read
     logits = our_part(whole, -1, float("inf")).requires_grad_()
     before = logits.detach().clone()
     y = vocab_cross_entropy(
-        logits, target, dist.group.WORLD, label_smoothing=setting.label_smoothing, vocab_size=setting.vocab
+        logits,
+        target,
+        dist.group.WORLD,
+        label_smoothing=setting.label_smoothing,
+        class_weight=class_weight,
+        z_loss=setting.z_loss,
+        vocab_size=setting.vocab,
     )
     assert y.dtype == wide.dtype
     assert not y[target == -100].any()
@@ -157,27 +188,35 @@ def head(setting: Setting, seed: int) -> dict[str, float]:
     target = targets(setting, generator)
     shape = setting.leading if setting.reduction == "none" else ()
     dloss = 1 + torch.rand(shape, generator=generator, dtype=torch.float64)
+    class_weight, metrics = class_weight_of(setting, generator), LossMetrics()
 
-    def unsharded(hidden: Tensor, weight: Tensor) -> Tensor:
-        logits = logits_of(hidden, weight).reshape(-1, setting.vocab)
-        options = {"reduction": setting.reduction, "label_smoothing": setting.smoothing}
-        return F.cross_entropy(logits, target.flatten(), **options).view(shape)
+    def unsharded(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        logits = logits_of(setting, hidden, weight, bias).reshape(-1, setting.vocab)
+        return unsharded_loss(setting, logits, target.flatten(), class_weight, setting.reduction).view(shape)
 
-    ours = partial(linear_cross_entropy, label_smoothing=setting.label_smoothing, reduction=setting.reduction)
+    ours = partial(
+        linear_cross_entropy,
+        label_smoothing=setting.label_smoothing,
+        class_weight=class_weight,
+        z_loss=setting.z_loss,
+        reduction=setting.reduction,
+        metrics=metrics if seed % 2 else None,
+    )
     return with_a_head(setting, generator, ours, unsharded, target, dloss)
 
 
-def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
+def logits_of(setting: Setting, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Unsharded, in fp32 or wider."""
-    logits = F.linear(hidden, weight)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = F.linear(hidden, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits if setting.softcap is None else setting.softcap * (logits / setting.softcap).tanh()
 
 
 def with_a_head(
     setting: Setting,
     generator: torch.Generator,
     ours: Callable[..., Tensor],
-    unsharded: Callable[[Tensor, Tensor], Tensor],
+    unsharded: Callable[..., Tensor],
     target: Tensor,
     dy: Tensor,
     draw: Callable[..., Tensor] = random,
@@ -188,11 +227,18 @@ def with_a_head(
     tokens = tokens_of(setting)
     ours_h, ours_w = leaf(tokens(hidden)), our_part(whole, 0, 100.0).requires_grad_()
     main_grad = torch.full_like(ours_w, HELD, dtype=torch.float32) if setting.main_grad else None
+    named = {"hidden": hidden, "weight": whole}
+    ours_b = None
+    if setting.bias:
+        named["bias"] = draw(setting, generator, setting.vocab)
+        ours_b = our_part(named["bias"], 0, 100.0).requires_grad_()
     y = ours(
         ours_h,
         ours_w,
         target,
         dist.group.WORLD,
+        bias_shard=ours_b,
+        softcap=setting.softcap,
         vocab_size=setting.vocab,
         sequence_parallel=setting.sequence_parallel,
         chunk_tokens=setting.chunk_tokens,
@@ -206,7 +252,9 @@ def with_a_head(
         "hidden": (ours_h.grad, tokens),
         "weight": (without_padding(dweight, whole, 0), part_of(0)),
     }
-    return compare(setting, unsharded, {"hidden": hidden, "weight": whole}, dy, results)
+    if ours_b is not None:
+        results["bias"] = without_padding(ours_b.grad, named["bias"], 0), part_of(0)
+    return compare(setting, unsharded, named, dy, results)
 
 
 Case = Callable[[Any, int], dict[str, float]]
@@ -306,3 +354,53 @@ def test_head_by_kernels(ranks):
     ]
     none = Setting(torch.bfloat16, leading=(8,), reduction="none", backend="triton")
     assert_right(ranks, head, [*settings, none])
+
+
+# what else a loss may have: each alone, and several that meet in one formula
+TERMS: dict[str, dict[str, Any]] = {
+    "bias": {"bias": True},
+    "softcap": {"softcap": 1.5},
+    "class_weight": {"weighted": True},
+    "z_loss": {"z_loss": 0.1},
+    "smoothed_class_weight": {"weighted": True, "label_smoothing": 0.2},
+    "smoothed_z_loss": {"z_loss": 0.1, "label_smoothing": 0.2},
+    "all": {"bias": True, "softcap": 1.5, "weighted": True, "z_loss": 0.1, "label_smoothing": 0.2},
+}
+
+
+@pytest.mark.parametrize("terms", TERMS)
+def test_terms_of_a_loss_are_the_unsharded_ones(ranks, terms):
+    settings = [
+        Setting(dtype, vocab, reduction=reduction, sequence_parallel=parallel, **TERMS[terms])
+        for dtype, (vocab, reduction, parallel) in zip(
+            DTYPES * 2,
+            [(50, "mean", False), (7, "none", True), (5, "sum", False), (50, "mean", True)] * 2,
+            strict=True,
+        )
+    ]
+    several = [
+        Setting(reduction="mean", chunk_tokens=None, main_grad=True, **TERMS[terms]),
+        Setting(torch.bfloat16, reduction="none", leading=(), ignored=0, **TERMS[terms]),
+        Setting(reduction="sum", ignored=24, **TERMS[terms]),
+    ]
+    assert_right(ranks, head, settings + several)
+
+
+@pytest.mark.parametrize("terms", ["class_weight", "z_loss", "smoothed_class_weight", "smoothed_z_loss"])
+def test_terms_of_a_loss_of_logits_are_the_unsharded_ones(ranks, terms):
+    shapes = [(50, (8, 3)), (7, (8, 3)), (5, (4,)), (50257, (3,))]
+    settings = [
+        Setting(dtype, vocab, leading, ignored=1, **TERMS[terms])
+        for dtype, (vocab, leading) in zip(DTYPES, shapes, strict=True)
+    ]
+    assert_right(ranks, loss, settings)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("terms", TERMS)
+def test_terms_of_a_loss_by_kernels(ranks2, terms):
+    settings = [
+        Setting(dtype, 77, (5,), ignored=1, reduction=reduction, backend="triton", **TERMS[terms])
+        for dtype, reduction in ((torch.float32, "mean"), (torch.bfloat16, "none"))
+    ]
+    assert_within(ranks2.run(run_all, head, settings), settings)

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -90,6 +91,20 @@ def group_across(group: ProcessGroup, owners: Sequence[int], timeout: float, num
         backend="gloo",
         options=None,
     )
+
+
+# by groups, that of ranks which may share memory: each rank of a group has it from the same call, or has not
+_PLACES: WeakKeyDictionary[ProcessGroup, tuple[str, list[str]]] = WeakKeyDictionary()
+
+
+def _where_ranks_run(group: ProcessGroup, why: str, here: str) -> tuple[str, list[str]]:
+    """As `select.where_ranks_run`; ranks that may share memory ask once: they stay where they are."""
+    asked, places = _PLACES.get(group, ("", []))
+    if why or not places or asked != select.requested_transport:
+        why, places = select.where_ranks_run(OP, group, why, here)
+        if not why:
+            _PLACES[group] = select.requested_transport, places
+    return why, places
 
 
 class Bucket(NamedTuple):
@@ -196,7 +211,7 @@ class BucketMemory:
             return "there is one rank"
         here, why = select.place() if select.requested_transport == "auto" else processes.machine(), ""
         for group in self._groups_in_relay_order():
-            why, places = select.where_ranks_run(OP, group.get(), why, here)
+            why, places = _where_ranks_run(group.get(), why, here)
             problem, self._machines[group] = machines_of(places, group.rank)
             if group is not self._options.group and len({*places}) > 1:
                 problem = "tensor-parallel ranks are on several machines"

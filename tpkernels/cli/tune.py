@@ -33,7 +33,7 @@ from tpkernels.dispatch.record import Layer, Primitive
 from tpkernels.kernels.activations import ACTIVATIONS, GATE_OF, Activation, Glu
 from tpkernels.kernels.target import Target
 from tpkernels.models.config import MODELS, GPTConfig
-from tpkernels.ops.vocab.linear_cross_entropy import LEAST_TOKENS
+from tpkernels.ops.vocab.head_chunks import LEAST_TOKENS
 from tpkernels.planning.gpus import GPUS
 from tpkernels.planning.job import Job, RankLayout
 

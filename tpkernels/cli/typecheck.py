@@ -2,8 +2,8 @@
 
 The script runs in this process as the only rank of a world (torch's "fake" backend): its numbers are wrong,
 but their types over the tensor-parallel ranks are right (`interop.typecheck`). All operators are checked from
-the first call of a model with tensor-parallel layers, until an optimizer would step its model again. At each
-optimizer step partial gradients must have been summed exactly once.
+the first call of a model with tensor-parallel layers or marked shards, until an optimizer would step its
+model again. At each optimizer step partial gradients must have been summed exactly once.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from tpkernels.buckets.gradients import GradientBuckets
 from tpkernels.cli import BadUse, add_number, require_packages
 from tpkernels.comm.transports import c10d
 from tpkernels.groups.initialize import destroy_model_parallel
+from tpkernels.groups.state import current_or_none
 from tpkernels.interop.typecheck import typecheck
 from tpkernels.layers import replicas
 from tpkernels.layers.attributes import Attributes
@@ -41,6 +42,7 @@ from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.layers.replicas import gradient_of
 from tpkernels.ops.inputs import unobserved
 from tpkernels.ops.replicas import sum_over_ranks_
+from tpkernels.ops.tensor_parallel import mappings
 
 T = TypeVar("T")
 LEGEND = (
@@ -71,7 +73,7 @@ def main(options: Namespace) -> int:
         print(f"{wrong}\n\n{LEGEND}")
         return 1
     if steps.group is None:
-        print(f"{script}: no model with tensor-parallel layers was called, so nothing was checked")
+        print(f"{script}: {steps.why_unchecked()}, so nothing was checked")
         return 1
     if not steps.stepped:
         print(
@@ -89,6 +91,7 @@ class CheckedSteps:
     def __init__(self) -> None:
         self.group: ProcessGroup | None = None  # of the model's layers, after its first call
         self.stepped = False  # whether an optimizer has stepped the model's parameters
+        self._marked = self._moved = False  # whether shards were marked, and regions called, before it
         self._errors: list[Exception] = []  # also those that the script has caught
         self._checking = ExitStack()
         self._parameters: dict[int, Tensor] = {}  # of the model, by id
@@ -109,6 +112,7 @@ class CheckedSteps:
                 self._checking,
                 patch.object(replicas, "sum_over_ranks_", self._summed),
                 patch.object(GradientBuckets, "finish", self._finished(GradientBuckets.finish)),
+                patch.object(mappings, "_region", self._noted(mappings._region)),
             ):
                 runpy.run_path(script, run_name="__main__")
         except _Ended:
@@ -135,6 +139,11 @@ class CheckedSteps:
             layer = next((layer for layer in layers if layer.world.size > 1), None)
             if layer is not None:
                 self.group = layer.world.group
+            elif any(Attributes.of(each).tensor_model_parallel for each in module.parameters()):
+                self._marked, state = True, current_or_none()  # a model by hand: its shards are marked
+                if state is not None and state.size("tp") > 1:
+                    self.group = state.process_group("tp")
+            if self.group is not None:
                 self._check()
         elif (
             isinstance(module, ParallelModule)
@@ -150,6 +159,31 @@ class CheckedSteps:
                     self._parameters[id(parameter)] = parameter
                     if _is_partial(parameter):
                         parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    def why_unchecked(self) -> str:
+        """Say what a script lacks by which its model would have been checked."""
+        if self._marked:
+            return (
+                "a model with marked shards was called, but no tensor-parallel state tells over which ranks: "
+                "call initialize_model_parallel(tensor_model_parallel_size=...), or check in Python, by "
+                "tpkernels.typecheck(group)"
+            )
+        if self._moved:
+            return (
+                "regions were called, but by no module with layers of tpkernels or marked parameters, whose "
+                "types would be known: mark each shard of a weight, weight.tensor_model_parallel = True and "
+                "weight.partition_dim = the dimension that is split"
+            )
+        return "no model with tensor-parallel layers was called"
+
+    def _noted(self, region: Callable[..., T]) -> Callable[..., T]:
+        """Return a region that notes that it was called."""
+
+        def noting(*args: Any, **options: Any) -> T:
+            self._moved = True
+            return region(*args, **options)
+
+        return noting
 
     def _check(self) -> None:
         errors = self._checking.enter_context(typecheck(self.group))

@@ -177,7 +177,8 @@ def _length(answer: Tensor) -> int:
 def _gather_json(text: bytes, longest: int, call: Call) -> list[Any]:
     """What the texts of all ranks say, which are padded to one length."""
     padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
-    return [json.loads(bytes(row.tolist())) for row in _all_gather(padded, call)]
+    rows = _all_gather(padded, call)
+    return [json.loads(ctypes.string_at(row.data_ptr(), len(row))) for row in rows]
 
 
 def _raise_problem(claims: Sequence[Claim], ranks: Sequence[int]) -> None:

@@ -13,6 +13,10 @@ model trains on wrong gradients. Types show it. Over the ranks a tensor is
 `ops.spmd_rules` has the types that our ops take and return, spmd_types those of torch's operators. A leaf
 gets its type when an operator first takes it: parameters by their marks (`layers.attributes`), split ones V,
 those marked `sequence_parallel` R, others I; other leaves, such as ids, are replicated: R.
+
+Two things local types do not tell follow from marks. A product with a weight that is split along the summed
+dimension is a term: P, and not V. After a column layer features are a shard, until the shape changes: their
+norm or softmax would be that of each rank's features.
 """
 
 from __future__ import annotations
@@ -24,12 +28,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.world import State, tensor_world
 from tpkernels.layers.wrappers import is_dtensor
+from tpkernels.ops.inputs import unobserved
+from tpkernels.ops.local import norm
+from tpkernels.ops.tensor_parallel import column_linear
 
 
 @contextmanager
@@ -80,19 +88,41 @@ class _TypedLeaves(TorchFunctionMode):
                 self._give_type(leaf)
         if args and isinstance(args[0], Tensor) and _writes(func):
             self._let_be_written(args[0], tree_leaves((args[1:], kwargs)))
-        function = getattr(func, "__self__", None)
+        function, called = getattr(func, "__self__", None), func
         if isinstance(function, type) and issubclass(function, torch.autograd.Function):
             func = function.apply  # which the checker sees; the given one is behind it
+            called = function
         try:
+            if _has_our_features(x := _normalized(called, args, kwargs)):
+                raise SpmdTypeError(
+                    f"{called.__name__}: features of {tuple(x.shape)} are a shard, whose statistics are not "
+                    "those of all features; gather them first, or compute this before the column layer"
+                )
             result = func(*args, **kwargs)
         except SpmdTypeError as error:
             self.errors.append(error)
             raise
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor):
+                self._follow_marks(called, args, each)
         if func == _DATA:
             self._give_type(result, like=args[0])
         elif func == _GRAD and result is not None:
             self._give_type(result, gradient_of=args[0])
         return result
+
+    def _follow_marks(self, func: Callable[..., Any], args: Sequence[Any], result: Tensor) -> None:
+        """Note by the marks of a product's weight that it is a term, or that its features are a shard."""
+        from spmd_types import P, V, maybe_get_axis_local_type, mutate_type, normalize_axis
+
+        axis = normalize_axis(self._group)
+        if maybe_get_axis_local_type(result, axis) is not V:
+            return
+        summed = _split_of_product(func, args)
+        if summed is True:
+            mutate_type(result, axis, src=V, dst=P)
+        elif summed is False or any(_has_our_features(x) and x.shape == result.shape for x in args):
+            vars(result)[_OUR_FEATURES] = True
 
     def _give_type(self, leaf: Tensor, like: Tensor | None = None, gradient_of: Tensor | None = None) -> None:
         """Give a leaf its type. like, gradient_of: the tensor whose data, or whose gradient, it is"""
@@ -138,6 +168,36 @@ class _TypedLeaves(TorchFunctionMode):
             mutate_type(target, axis, src=R, dst=V)
 
 
+def _split_of_product(func: Callable[..., Any], args: Sequence[Any]) -> bool | None:
+    """Whether the weight of a product is split along the summed dimension; None: it is none, or not split."""
+    if func is column_linear._ColumnLinear:
+        return False
+    if func not in _PRODUCTS or len(args) < 2 or not isinstance(args[1], Tensor):
+        return None
+    weight, transposed = args[1], func is functional.linear
+    with unobserved():
+        base = weight._base
+        if base is not None and base.ndim == 2 and weight.stride() == base.stride()[::-1]:
+            weight, transposed = base, not transposed
+    marks = Attributes.of(weight)
+    if not marks.tensor_model_parallel or weight.ndim != 2:
+        return None
+    return marks.partition_dim == (1 if transposed else 0)
+
+
+def _normalized(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a norm or softmax over the last dimension is taken of; None of another function."""
+    x = next((arg for arg in args if isinstance(arg, Tensor)), None)
+    if x is not None and func in _SOFTMAXES:
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        return x if dim in (-1, x.ndim - 1) else None
+    return x if func in _NORMS or getattr(func, "__module__", "") == norm.__name__ else None
+
+
+def _has_our_features(x: object) -> bool:
+    return isinstance(x, Tensor) and _OUR_FEATURES in vars(x)
+
+
 def _writes(func: Callable[..., Any]) -> bool:
     """Whether a function writes into its first argument."""
     name = getattr(func, "__name__", "")
@@ -145,5 +205,12 @@ def _writes(func: Callable[..., Any]) -> bool:
 
 
 _GIVEN = "_type_by_its_marks"
+_OUR_FEATURES = "_has_a_shard_of_features"
+_PRODUCTS = (functional.linear, torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
+_NORMS = (functional.layer_norm, functional.rms_norm, torch.layer_norm, torch.rms_norm)
+_SOFTMAXES = (
+    *(functional.softmax, torch.softmax, Tensor.softmax),
+    *(functional.log_softmax, torch.log_softmax, Tensor.log_softmax),
+)
 _GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from tpkernels.layers.linear import weight_and_main_grad
 from tpkernels.layers.world import State, group_of
 from tpkernels.ops.quantize import Recipe
 from tpkernels.ops.tensor_parallel import mappings
+from tpkernels.ops.vocab.linear_cross_entropy import LossMetrics as LossMetrics
 from tpkernels.ops.vocab.linear_cross_entropy import Reduction
 
 
@@ -65,6 +66,8 @@ def vocab_parallel_cross_entropy(
     *,
     ignore_index: int = -100,
     vocab_size: int | None = None,
+    class_weight: Tensor | None = None,
+    z_loss: float = 0.0,
     overwrite_logits: bool = False,
     group: State = None,
 ) -> Tensor:
@@ -74,6 +77,8 @@ def vocab_parallel_cross_entropy(
     target: (...) ids, the same on all ranks
     ignore_index: a target whose loss is zero
     vocab_size: of the full vocabulary, if columns past it are padding
+    class_weight: (vocab_size,) of all ids, the same on all ranks, without a gradient
+    z_loss: coefficient of the squared logarithm of Σ exp(logits), which is added to the loss
     overwrite_logits: let backward write the gradient into the memory of the logits
     group: a ParallelState, process group or device mesh; None: the current state
     """
@@ -84,6 +89,8 @@ def vocab_parallel_cross_entropy(
         label_smoothing=label_smoothing,
         ignore_index=ignore_index,
         vocab_size=vocab_size,
+        class_weight=class_weight,
+        z_loss=z_loss,
         overwrite_logits=overwrite_logits,
     )
 
@@ -94,21 +101,30 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     group: State = None,
+    bias_shard: Tensor | None = None,
+    softcap: float | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    class_weight: Tensor | None = None,
+    z_loss: float = 0.0,
     reduction: Reduction = "mean",
+    metrics: LossMetrics | None = None,
     vocab_size: int | None = None,
     sequence_parallel: bool = False,
     chunk_tokens: int | None = None,
     gradient_accumulation_fusion: bool = False,
     quantize: Recipe | None = None,
 ) -> Tensor:
-    """Compute the cross-entropy of logits hidden weightᵀ, one chunk of tokens at a time.
+    """Compute the cross-entropy of logits hidden weightᵀ + bias, one chunk of tokens at a time.
 
     hidden: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
     weight_shard: (this rank's columns, features), the same number on every rank
     target: (tokens, ...) ids, the same on all ranks
     group: a ParallelState, process group or device mesh; None: the current state
+    bias_shard: (this rank's columns,)
+    softcap: bounds logits to softcap tanh(logits / softcap)
+    class_weight, z_loss: as in `vocab_parallel_cross_entropy`; "mean" divides by the class weights of targets
+    metrics: where the z-loss and the accuracy are written
     reduction: "mean" over targets that are not ignored (0 without any), "sum", or "none"
     vocab_size: of the full vocabulary, if rows of weight past it are padding
     chunk_tokens: tokens in a chunk; by default its logits have as many elements as hidden
@@ -123,9 +139,14 @@ def linear_cross_entropy(
         weight_shard,
         target,
         group_of(group),
+        bias_shard=bias_shard,
+        softcap=softcap,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
+        class_weight=class_weight,
+        z_loss=z_loss,
         reduction=reduction,
+        metrics=metrics,
         vocab_size=vocab_size,
         sequence_parallel=sequence_parallel,
         chunk_tokens=chunk_tokens,
@@ -140,6 +161,8 @@ def linear_logprobs(
     target: Tensor,
     *,
     group: State = None,
+    bias_shard: Tensor | None = None,
+    softcap: float | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     return_entropy: bool = False,
@@ -168,6 +191,8 @@ def linear_logprobs(
         weight_shard,
         target,
         group_of(group),
+        bias_shard=bias_shard,
+        softcap=softcap,
         temperature=temperature,
         top_k=top_k,
         return_entropy=return_entropy,

@@ -1,4 +1,5 @@
 from tpkernels.ops.local.linear import linear as linear
+from tpkernels.ops.local.mlp import gated as gated
 from tpkernels.ops.local.mlp import mlp as mlp
 from tpkernels.ops.local.mlp import swiglu as swiglu
 from tpkernels.ops.local.norm import layer_norm as layer_norm
@@ -8,6 +9,7 @@ from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp as parallel_
 from tpkernels.ops.tensor_parallel.row_linear import row_linear as row_linear
 from tpkernels.ops.vocab.cross_entropy import vocab_cross_entropy as vocab_cross_entropy
 from tpkernels.ops.vocab.embedding import vocab_embedding as vocab_embedding
+from tpkernels.ops.vocab.linear_cross_entropy import LossMetrics as LossMetrics
 from tpkernels.ops.vocab.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from tpkernels.ops.vocab.linear_cross_entropy import linear_logprobs as linear_logprobs
 from tpkernels.ops.vocab.sampling import vocab_argmax as vocab_argmax

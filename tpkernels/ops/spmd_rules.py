@@ -99,19 +99,29 @@ def row(x: Typed, weight: Typed, bias: Typed | None, tp: TensorParallel) -> Type
     return einsum("tn,n->tn", y, full(bias, group) if scatter else bias)
 
 
-def losses(logits: Typed, target: Typed, group: ProcessGroup | None) -> Typed:
+def losses(logits: Typed, target: Typed, class_weight: Typed | None, group: ProcessGroup | None) -> Typed:
     """The loss of each target, (tokens,) or (tokens, n), which all ranks have alike."""
     targets = "tn"[: target.ndim]
-    terms = einsum(f"tv,{targets}->{targets}", split(logits, group, 1), full(target, group))
+    if class_weight is not None:  # of all ids: a token has one of them
+        target = einsum("t,c->t", full(target, group), full(class_weight, group))
+    else:
+        target = full(target, group)
+    terms = einsum(f"tv,{targets}->{targets}", split(logits, group, 1), target)
     return summed(terms, group, scatter=False)
 
 
 def head_losses(
-    hidden: Typed, weight: Typed, target: Typed, group: ProcessGroup | None, sequence_parallel: bool
+    hidden: Typed,
+    weight: Typed,
+    bias: Typed | None,
+    target: Typed,
+    class_weight: Typed | None,
+    tp: TensorParallel,
 ) -> Typed:
     """The loss of each token, of logits that a column layer computes."""
-    logits = einsum("tk,vk->tv", gathered(hidden, group, sequence_parallel), split(weight, group, 0))
-    return losses(logits, target, group)
+    rows, group = gathered(hidden, tp.group, tp.sequence_parallel), tp.group
+    logits = einsum("tk,vk,v->tv", rows, split(weight, group, 0), split(bias, group, 0))
+    return losses(logits, target, class_weight, tp.group)
 
 
 def moved(x: Typed, tp: TensorParallel, forward: str, backward: str) -> Typed:

@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tpkernels.dispatch import norms as norms  # these have records, too
+from tpkernels.dispatch import gates as gates  # these have records, too
+from tpkernels.dispatch import norms as norms
 from tpkernels.dispatch import vocabulary as vocabulary
 from tpkernels.dispatch.primitives import RECORDS
 from tpkernels.dispatch.products import PRODUCTS
@@ -97,6 +98,7 @@ BARE: Mapping[str, Any] = {"bias": False, "training": False}  # of a layer: noth
 
 # whose cases and entries are listed by name: there are calls for them here, or other tiles
 LISTED = (
+    *ELEMENTWISE,
     *("bias_grad", "lookup", "lookup_grad", "softmax_statistics", "cross_entropy_grad"),
     *("rms_norm", "rms_norm_grad", "layer_norm", "layer_norm_grad"),
     *("quantize", "dequantize", "scaled_linear"),

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from tpkernels.dispatch import primitives
-from tpkernels.kernels.activations import Activation, Glu, act_ref, require_activation, require_glu
+from tpkernels.dispatch import gates, primitives
+from tpkernels.kernels.activations import GATE_OF, Activation, Glu, act_ref, require_activation, require_glu
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops import spmd_rules
 from tpkernels.ops.inputs import (
@@ -43,7 +43,7 @@ from tpkernels.ops.inputs import (
     tokens_of,
 )
 from tpkernels.ops.matmul import gradient_sum
-from tpkernels.ops.quantized.products import between, between_gradients
+from tpkernels.ops.quantized.products import between_gradients
 from tpkernels.ops.tensor_parallel.column_linear import column
 from tpkernels.ops.tensor_parallel.parallel import ALONE, strategy_of
 from tpkernels.ops.tensor_parallel.parallel_mlp import up_and_down
@@ -72,6 +72,25 @@ def swiglu(
         u, g = column("swiglu", tokens, [w_up, w_gate], none, none, ALONE, fp8, "none")
         return like_tokens(apply(_Gate, u, g, kind), x)
     return like_tokens(unit_and_down(kind, tokens, w_gate, w_up, None, None, None), x)
+
+
+def gated(g: Tensor, u: Tensor, *, kind: Glu = "swiglu") -> Tensor:
+    """Compute silu(g) * u of two given tensors, or with gelu for silu.
+
+    Where g and u are products, `swiglu` and `mlp` compute it with them.
+
+    g, u: (..., features), of one shape, dtype and device
+    kind: swiglu, geglu or geglu_tanh
+    returns: (..., features)
+    """
+    require_glu("gated", kind)
+    if g.shape != u.shape or g.dtype != u.dtype or g.device != u.device or not g.is_floating_point():
+        given = [f"{tuple(t.shape)} in {t.dtype} on {t.device}" for t in (g, u)]
+        raise ValueError(
+            f"gated: expected floating-point g and u of one shape, dtype and device, got {', '.join(given)}"
+        )
+    features_of("gated", g)
+    return like_tokens(computed(_Gate, tokens_of(u), tokens_of(g), kind), g)
 
 
 def mlp(
@@ -220,13 +239,13 @@ class _UnitAndDown(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
-    """The gate f(g) * u of two products that were computed apart."""
+    """The gate f(g) * u of two tensors."""
 
     @staticmethod
     def forward(ctx: Context, u: Tensor, g: Tensor, kind: Glu) -> Tensor:
         ctx.save_for_backward(u, g)
         ctx.kind = kind
-        return between((u, g), kind)
+        return gates.activate(g, u, GATE_OF[kind])
 
     @staticmethod
     def spmd_typecheck(*, u: Tensor, g: Tensor) -> spmd_rules.Typed:
@@ -234,4 +253,6 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, dh: Tensor) -> tuple[Tensor | None, ...]:
-        return *between_gradients(dh, ctx.saved_tensors, ctx.kind), None
+        u, g = ctx.saved_tensors
+        dg, du = gates.glu_grad(dh, g, u, ctx.kind)
+        return du, dg, None

@@ -7,21 +7,27 @@ R ranks, T tokens, H features, V columns a rank:
 
     hidden_shard   (T / R, H)   our tokens under sequence parallelism, else hidden (T, H) on every rank
     weight_shard   (V, H)       our ids             target   (T,)    the same on all ranks
+    bias_shard     (V,)
 
     forward, for each chunk of tokens
-        logits   = hidden @ weight_shard.T          (chunk, V)
-        loss     = as in `vocab_cross_entropy`
-        dlogits  = p - q                            in the place of the logits
-        dhidden  = dlogits @ weight_shard           partial
-        dweight += dlogits.T @ hidden               in fp32 or wider
+        z        = hidden @ weight_shard.T + bias_shard     (chunk, V)
+        logits   = softcap tanh(z / softcap), or z          in fp32 or wider with a softcap
+        loss     = as in `vocab_cross_entropy`, with class weights and z-loss
+        dlogits  = p - q                                    in the place of the logits
+        dz       = dlogits (1 - (logits / softcap)²)
+        dhidden  = dz @ weight_shard                        partial
+        dweight += dz.T @ hidden                            in fp32 or wider
+        dbias   += dz.sum(0)                                the same
     backward
         dhidden  = all_reduce(dhidden * dloss), or reduce_scatter under sequence parallelism
-        dweight  = dweight * dloss
+        dweight  = dweight * dloss,  dbias = dbias * dloss
 
-This takes a reduction that weighs tokens alike: "mean", over tokens that are not ignored, or "sum". With
-"none" forward computes losses alone, and backward the logits again, chunk by chunk, with the gradient of each
-loss: four products instead of three, for any weights of tokens. So do log-probabilities. With n targets of a
-token, x = logits / temperature and log p = x - log Σ exp(x):
+This takes a reduction that weighs tokens alike: "mean", over tokens that are not ignored, or "sum". The mean
+divides losses by the sum of their targets' class weights, as torch does, and the z-loss by the number of
+tokens: its coefficient is scaled in forward, so that one factor is left. With "none" forward computes losses
+alone, and backward the logits again, chunk by chunk, with the gradient of each loss: four products instead of
+three, for any weights of tokens. So do log-probabilities. With n targets of a token, x = logits / temperature
+and log p = x - log Σ exp(x):
 
     entropy  = -Σ p log p
     dlogits  = (Σₙ dlogprobₙ ([id = targetₙ] - p) - dentropy p (log p + entropy)) / temperature
@@ -36,15 +42,14 @@ log-probabilities hidden, weight_shard, n targets and three numbers a token, or 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from collections.abc import Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpkernels.comm.tensor_parallel import TensorParallel
-from tpkernels.comm.transports.rows import Gather
 from tpkernels.dispatch.products import sums_dtype
 from tpkernels.kernels.recipe import Recipe
 from tpkernels.ops import spmd_rules
@@ -61,36 +66,34 @@ from tpkernels.ops.inputs import (
 )
 from tpkernels.ops.main_grad import asked_for, check_main_grad
 from tpkernels.ops.matmul import Plain
-from tpkernels.ops.quantized.weights import reuse_quantized_weights
 from tpkernels.ops.tensor_parallel.parallel import (
-    SplitOperator,
     compare_request,
     refuse_tokens,
     split_of,
     strategy_of,
 )
-from tpkernels.ops.vocab.cross_entropy import (
-    IGNORED,
-    KNOWN,
-    NOWHERE,
-    OPTIONS,
-    How,
-    Known,
-    LossOptions,
-    empty_losses,
-    sharded_loss,
-    unpacked,
-)
-from tpkernels.ops.vocab.partial_gradients import PartialGradients, sum_over_ranks, terms_dtype
-from tpkernels.ops.vocab.sampling import kth_largest
+from tpkernels.ops.vocab.cross_entropy import How, Known, LossOptions, in_dtype_of_loss, sharded_loss
+from tpkernels.ops.vocab.head_chunks import Reduction as Reduction
+from tpkernels.ops.vocab.head_chunks import reduced_loss, scaled_sum, token_gradients, token_losses
 from tpkernels.ops.vocab.vocabulary import require_ids
 
 OP = "linear_cross_entropy"
-Reduction = Literal["mean", "sum", "none"]
 LEAST_TEMPERATURE = 1e-30  # logits over it must be finite in fp32
 MOST_TEMPERATURE = 1e30  # its inverse is above 0 in fp32
-LEAST_TOKENS = 128  # in a chunk by default; chosen without measuring
-MASKS = 16  # in which the tokens of a chunk are masked, so that a mask takes little beside its logits
+
+
+class LossMetrics:
+    """What else a call of `linear_cross_entropy` finds out; each call writes it. Without gradients.
+
+    With "mean" and "sum" scalars, with "none" of each token; the same on all ranks.
+
+    z_loss: that part of the loss; None without it
+    accuracy: of the tokens that are not ignored, the fraction whose target has the largest logit, and the
+        lowest id of equal ones. With "none" booleans
+    """
+
+    z_loss: Tensor | None = None
+    accuracy: Tensor | None = None
 
 
 def linear_cross_entropy(
@@ -99,9 +102,14 @@ def linear_cross_entropy(
     target: Tensor,
     group: ProcessGroup,
     *,
+    bias_shard: Tensor | None = None,
+    softcap: float | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    class_weight: Tensor | None = None,
+    z_loss: float = 0.0,
     reduction: Reduction = "mean",
+    metrics: LossMetrics | None = None,
     vocab_size: int | None = None,
     sequence_parallel: bool = False,
     chunk_tokens: int | None = None,
@@ -109,12 +117,18 @@ def linear_cross_entropy(
     quantize: Recipe | None = None,
     tp_invariant: int | None = None,
 ) -> Tensor:
-    """Compute the loss of logits hidden weightᵀ, as `F.linear_cross_entropy` of the full weight.
+    """Compute the loss of logits hidden weightᵀ + bias, as `F.linear_cross_entropy` of the full weight.
 
     hidden: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
     weight_shard: (columns of this rank, features), the same number on every rank
     target: (tokens, ...) ids, the same on all ranks
+    bias_shard: (columns of this rank,)
+    softcap: bounds logits to softcap tanh(logits / softcap)
+    class_weight: (vocab_size,) of all ids, the same on all ranks, without a gradient; "mean" divides by those
+        of targets, as torch does
+    z_loss: coefficient of the squared logarithm of Σ exp(logits), which is added to each token's loss
     reduction: "mean" over targets that are not ignored (0 without any), "sum", or "none"
+    metrics: where the z-loss and the accuracy are written
     vocab_size: of the full vocabulary, if rows of weight past it are padding
     chunk_tokens: tokens in a chunk; by default its logits have as many elements as hidden
     main_grad: the weight's gradient is added to it in place, and its `grad` stays as it is
@@ -128,19 +142,37 @@ def linear_cross_entropy(
             raise ValueError(
                 f"{OP}: expected reduction of {', '.join(get_args(Reduction))}; got {reduction!r}"
             )
-        options = LossOptions(OP, vocab_size, label_smoothing, ignore_index, None, chunk_tokens)
-        hidden, weight_shard, matmul = _checked(
-            hidden, weight_shard, main_grad, options, tp, quantize, reduction
+        options = LossOptions(
+            OP,
+            vocab_size,
+            label_smoothing,
+            ignore_index,
+            None,
+            chunk_tokens,
+            softcap=softcap,
+            z_loss=z_loss,
+            metrics=metrics is not None,
+        )
+        more = quantize, reduction
+        hidden, weight_shard, bias_shard, matmul = _checked(
+            hidden, weight_shard, bias_shard, main_grad, class_weight, options, tp, more
         )
         _check_target(OP, target, hidden, tp)
-        arguments = tokens_of(hidden), weight_shard, target.reshape(-1), (options, tp, matmul), main_grad
+        head = tokens_of(hidden), weight_shard, bias_shard
+        class_weight = in_dtype_of_loss(class_weight, hidden)
+        arguments = *head, target.reshape(-1), class_weight, (options, tp, matmul), main_grad
         loss: Tensor
+        shape: Sequence[int] = ()
         if reduction == "none":
-            loss, _ = computed(_TokenLosses, *arguments)
-            return loss.view(target.shape)
-        needs = any_requires_grad(hidden), any_requires_grad(weight_shard)
-        loss, _ = computed(_ReducedLoss, *arguments, reduction, *needs)
-    return loss
+            shape = target.shape
+            loss, _, squared, correct = computed(_TokenLosses, *arguments)
+        else:
+            wanted = [any_requires_grad(each) for each in head]
+            loss, _, squared, correct = computed(_ReducedLoss, *arguments, reduction, *wanted)
+        if metrics is not None:
+            metrics.z_loss = (squared * z_loss).view(shape) if z_loss else None
+            metrics.accuracy = correct.view(shape)
+    return loss.view(shape)
 
 
 def linear_logprobs(
@@ -149,6 +181,8 @@ def linear_logprobs(
     target: Tensor,
     group: ProcessGroup,
     *,
+    bias_shard: Tensor | None = None,
+    softcap: float | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     return_entropy: bool = False,
@@ -160,7 +194,9 @@ def linear_logprobs(
     quantize: Recipe | None = None,
     tp_invariant: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute log-probabilities of targets, log_softmax(hidden weightᵀ / temperature), and entropies.
+    """Compute log-probabilities of targets, log_softmax(logits / temperature), and entropies.
+
+    Logits are those of `linear_cross_entropy`: hidden weightᵀ + bias, bounded by the softcap.
 
     hidden: (tokens, ..., features), or this rank's tokens of dimension 0 if sequence_parallel
     weight_shard: (columns of this rank, features), the same number on every rank
@@ -169,7 +205,7 @@ def linear_logprobs(
         `TopKLogitsWarper` of transformers; other targets have minus infinity and no gradient
     return_entropy: also return the entropy over the ids that count, at the temperature
     ignore_index: a target whose log-probability and gradient are 0; the entropy is 0 if all n are ignored
-    vocab_size, chunk_tokens, main_grad, quantize, tp_invariant: as in `linear_cross_entropy`
+    Others as in `linear_cross_entropy`.
     returns: log-probabilities (like target), and entropies (tokens, ...) or None; in fp32 or wider
     """
     op = "linear_logprobs"
@@ -186,16 +222,17 @@ def linear_logprobs(
         if top_k is not None and (type(top_k) is not int or top_k < 1):
             raise ValueError(f"{op}: expected top_k of at least 1, got {top_k!r}; None keeps all ids")
         scale = 1 / temperature if temperature != 1 or return_entropy else None
-        options = LossOptions(op, vocab_size, 0.0, ignore_index, scale, chunk_tokens, top_k)
-        hidden, weight_shard, matmul = _checked(
-            hidden, weight_shard, main_grad, options, tp, quantize, return_entropy
+        options = LossOptions(op, vocab_size, 0.0, ignore_index, scale, chunk_tokens, top_k, softcap)
+        more = quantize, return_entropy
+        hidden, weight_shard, bias_shard, matmul = _checked(
+            hidden, weight_shard, bias_shard, main_grad, None, options, tp, more
         )
         if top_k is not None and top_k >= (vocab_size or tp.ranks * weight_shard.shape[0]):
             options = options._replace(top_k=None)
         rows = _check_target(op, target, hidden, tp, several=True)
         targets = target.reshape(math.prod(rows), *target.shape[len(rows) :])
-        how = options, tp, matmul
-        loss, entropy = computed(_TokenLosses, tokens_of(hidden), weight_shard, targets, how, main_grad)
+        head, how = (tokens_of(hidden), weight_shard, bias_shard), (options, tp, matmul)
+        loss, entropy, *_ = computed(_TokenLosses, *head, targets, None, how, main_grad)
     logprobs = (0 - loss).view(target.shape)  # 0 of an ignored target, and not -0
     return logprobs, entropy.view(rows) if return_entropy else None
 
@@ -203,30 +240,34 @@ def linear_logprobs(
 def _checked(
     hidden: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     main_grad: Tensor | None,
+    class_weight: Tensor | None,
     options: LossOptions,
     tp: TensorParallel,
-    quantize: Recipe | None,
-    more: object,
-) -> tuple[Tensor, Tensor, Plain]:
-    """Hidden and weight, cast as autocast says, and how they are multiplied; raises if anything is wrong.
+    more: tuple[Recipe | None, object],
+) -> tuple[Tensor, Tensor, Tensor | None, Plain]:
+    """Hidden, weight and bias, cast as autocast says, and how they are multiplied; raises at mistakes.
 
-    more: what else ranks must have alike
+    more: in which fp8, and what else ranks must have alike
     """
-    op = options.op
+    op, softcap = options.op, options.softcap
     if options.chunk_tokens is not None and options.chunk_tokens < 1:
         raise ValueError(f"{op}: expected chunk_tokens of at least 1, got {options.chunk_tokens}")
+    if softcap is not None and not (isinstance(softcap, int | float) and 0 < softcap < math.inf):
+        raise ValueError(f"{op}: expected softcap above 0, got {softcap!r}; None leaves logits as they are")
     features = features_of(op, hidden)
-    compare_request(op, tp, hidden, [weight], (*options[1:], quantize, more))
+    given = [each is None for each in (bias, class_weight)]
+    compare_request(op, tp, hidden, [weight, bias], (*options[1:], *more, *given))
     if tp.sequence_parallel and hidden.ndim < 2:
         refuse_tokens(op, hidden, "hidden")
     if is_casting(hidden):
-        hidden, weight = autocast(hidden, weight)
-    check_linear(op, hidden, features, weight, None, ("weight_shard", "no bias"))
+        hidden, weight, bias = autocast(hidden, weight, bias)
+    check_linear(op, hidden, features, weight, bias, ("weight_shard", "bias_shard"))
     check_main_grad(op, main_grad, weight)
-    matmul = strategy_of(op, tp, quantize, hidden)
-    sharded_loss(options, weight.shape[0], tp)  # raises if the options are wrong
-    return hidden, weight, matmul
+    matmul = strategy_of(op, tp, more[0], hidden)
+    sharded_loss(options, weight.shape[0], tp, class_weight, hidden)  # raises if the options are wrong
+    return hidden, weight, bias, matmul
 
 
 def _check_target(
@@ -254,33 +295,45 @@ class _ReducedLoss(torch.autograd.Function):
         ctx: Context,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         target: Tensor,
+        class_weight: Tensor | None,
         how: How,
         main_grad: Tensor | None,
         reduction: Reduction,
-        needs_dhidden: bool,
-        needs_dweight: bool,
-    ) -> tuple[Tensor, Tensor]:
+        *needs: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         options, tp, matmul = how
-        given = True, True, needs_dhidden, needs_dweight
-        loss, share, dhidden, dweight = reduced_loss(
-            hidden, weight, target, *given[2:], reduction, *options, tp=tp, matmul=matmul, given=given
+        given = True, True, *needs, options.metrics, options.metrics
+        arguments = hidden, weight, bias, target, class_weight, *needs, reduction, *options
+        loss, share, dhidden, dweight, dbias, *metrics = reduced_loss(
+            *arguments, tp=tp, matmul=matmul, given=given
         )
         ctx.how, ctx.main_grad, ctx.dtype = how, main_grad, weight.dtype
-        ctx.save_for_backward(share, dhidden, dweight)
-        return loss, share  # as an output share is connected with the inputs, which are not saved
+        ctx.save_for_backward(share, dhidden, dweight, dbias)
+        if options.metrics:
+            ctx.mark_non_differentiable(*metrics)
+        return loss, share, *metrics  # as an output share is connected with the inputs, which are not saved
 
     @staticmethod
-    def spmd_typecheck(*, hidden: Tensor, weight: Tensor, target: Tensor, how: How) -> spmd_rules.Typed:
-        _, tp, _ = how
-        losses = spmd_rules.head_losses(hidden, weight, target, tp.group, tp.sequence_parallel)
+    def spmd_typecheck(
+        *,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        class_weight: Tensor | None,
+        how: How,
+    ) -> spmd_rules.Typed:
+        options, tp, _ = how
+        losses = spmd_rules.head_losses(hidden, weight, bias, target, class_weight, tp)
         loss = spmd_rules.einsum("t->", losses)
-        return loss, loss
+        return loss, loss, *([loss] * 2 if options.metrics else [None] * 2)
 
     @staticmethod
     @first_order(OP, reads_intermediates=True)
-    def backward(ctx: Context, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        share, dhidden, dweight = ctx.saved_tensors
+    def backward(ctx: Context, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        share, dhidden, dweight, dbias = ctx.saved_tensors
         if not all(asked_for(ctx, [ctx.main_grad], [True], 1)):
             dweight = None
         (options, tp, matmul), scale = ctx.how, dloss * share
@@ -290,7 +343,9 @@ class _ReducedLoss(torch.autograd.Function):
                 (dhidden,) = scaled_sum(dhidden, scale, ctx.dtype, options.op, tp=tp, matmul=matmul)
         if dweight is not None:
             dweight = _delivered(dweight * scale, ctx.dtype, ctx.main_grad)
-        return dhidden, dweight, *([None] * 6)
+        if dbias is not None:
+            dbias = (dbias * scale).to(ctx.dtype)
+        return dhidden, dweight, dbias, *([None] * 8)
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -301,42 +356,62 @@ class _TokenLosses(torch.autograd.Function):
         ctx: Context,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         target: Tensor,
+        class_weight: Tensor | None,
         how: How,
         main_grad: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         options, tp, matmul = how
         ctx.set_materialize_grads(False)
-        arguments = hidden, weight, target, *options
+        arguments = hidden, weight, bias, target, class_weight, *options
         loss, *found = token_losses(*arguments, tp=tp, matmul=matmul, given=options.results)
         known = Known(*found)
         ctx.op = f"{options.op} in fp8" if matmul.recipe else options.op
         ctx.how, ctx.main_grad = how, main_grad
-        ctx.save_for_backward(hidden, weight, *known)
-        return loss, known.entropy
+        ctx.save_for_backward(hidden, weight, bias, class_weight, *known._replace(correct=None))
+        if not options.metrics:
+            return loss, known.entropy, None, None
+        assert known.correct is not None
+        squared = known.squared_log_sum
+        ctx.mark_non_differentiable(squared, known.correct)
+        return loss, known.entropy, squared, known.correct
 
     @staticmethod
-    def spmd_typecheck(*, hidden: Tensor, weight: Tensor, target: Tensor, how: How) -> spmd_rules.Typed:
-        _, tp, _ = how
-        losses = spmd_rules.head_losses(hidden, weight, target, tp.group, tp.sequence_parallel)
-        return losses, losses if target.ndim == 1 else spmd_rules.einsum("tn->t", losses)
+    def spmd_typecheck(
+        *,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        class_weight: Tensor | None,
+        how: How,
+    ) -> spmd_rules.Typed:
+        options, tp, _ = how
+        losses = spmd_rules.head_losses(hidden, weight, bias, target, class_weight, tp)
+        of_rows = losses if target.ndim == 1 else spmd_rules.einsum("tn->t", losses)
+        return losses, of_rows, *([of_rows] * 2 if options.metrics else [None] * 2)
 
     @staticmethod
     @first_order()
-    def backward(ctx: Context, dloss: Tensor | None, dentropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, *statistics = ctx.saved_tensors
+    def backward(
+        ctx: Context, dloss: Tensor | None, dentropy: Tensor | None, *of_metrics: None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, class_weight, *statistics = ctx.saved_tensors
         known = Known(*statistics)
         if dloss is None:
             dloss = torch.zeros_like(known.target, dtype=sums_dtype(weight.dtype))
-        needs_dhidden, needs_dweight, *_ = ctx.needs_input_grad
+        needs_dhidden, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
         (needs_dweight,) = asked_for(ctx, [ctx.main_grad], [needs_dweight], 1)
-        (options, tp, matmul), given = ctx.how, (needs_dhidden, needs_dweight)
+        options, tp, matmul = ctx.how
+        given = needs_dhidden, needs_dweight, needs_dbias
         with tp.call:
-            arguments = dloss, dentropy, hidden, weight, *given, *known, *options
-            dhidden, dweight = token_gradients(*arguments, tp=tp, matmul=matmul, given=given)
+            arguments = dloss, dentropy, hidden, weight, bias, class_weight, *given, *known, *options
+            dhidden, dweight, dbias = token_gradients(*arguments, tp=tp, matmul=matmul, given=given)
         if dweight is not None:
             dweight = _delivered(dweight, weight.dtype, ctx.main_grad)
-        return dhidden, dweight, None, None, None
+        dbias = None if dbias is None else dbias.to(weight.dtype)
+        return dhidden, dweight, dbias, *([None] * 4)
 
 
 def _delivered(dweight: Tensor, dtype: torch.dtype, main_grad: Tensor | None) -> Tensor | None:
@@ -345,197 +420,3 @@ def _delivered(dweight: Tensor, dtype: torch.dtype, main_grad: Tensor | None) ->
         return dweight.to(dtype)
     main_grad.add_(dweight)
     return None
-
-
-def _logits_of_chunks(
-    hidden: Tensor, weight: Tensor, options: LossOptions, tp: TensorParallel, matmul: Plain
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield rows and their logits; the caller frees these before the next are computed.
-
-    By default a chunk of logits has as many elements as all of hidden; with TP-invariance those of all ranks.
-    """
-    width = weight.shape[0] * (tp.ranks if tp.segments else 1)
-    size = options.chunk_tokens or max(LEAST_TOKENS, -(-hidden.numel() // width))
-    for start in range(0, len(hidden), size):
-        rows = slice(start, start + size)
-        yield rows, _logits(hidden[rows], weight, matmul)  # which no name here holds
-
-
-def _logits(hidden: Tensor, weight: Tensor, matmul: Plain) -> Tensor:
-    (logits,) = matmul.product(Gather(matmul.pack(hidden)), [weight], [None], dtype=hidden.dtype)
-    return logits
-
-
-def _losses_by_chunk(
-    options: LossOptions,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    gradients: PartialGradients | None,
-    tp: TensorParallel,
-    matmul: Plain,
-) -> tuple[Tensor, Known]:
-    """Compute the loss of each target; add gradients of the sum of losses to `gradients`."""
-    losses = sharded_loss(options, weight.shape[0], tp)
-    loss, known = empty_losses(hidden, target, options)
-    for rows, logits in _logits_of_chunks(hidden, weight, options, tp, matmul):
-        if options.top_k is not None and known.least is not None:
-            known.least[rows] = kth_largest(options.op, logits, losses.shard, options.top_k)
-            _forget_below_(logits, known.least[rows])
-        of_chunk = losses.of_rows if gradients is None else losses.with_gradient
-        loss[rows], found = of_chunk(logits, target[rows])
-        for all_rows, some in zip(known[1:], found[1:], strict=True):
-            if all_rows is not None and some is not None:
-                all_rows[rows] = some
-        if gradients is not None:
-            gradients.add(rows, logits)
-        del logits
-    if options.top_k is not None:  # a target that was not kept: its gradient is that of a constant
-        target.masked_fill_(loss == torch.inf, NOWHERE)
-    return loss, known
-
-
-def _forget_below_(logits: Tensor, least: Tensor) -> None:
-    """Set logits below the least of their row to minus infinity; NaN stays."""
-    size = -(-len(logits) // MASKS)
-    for some, floor in zip(logits.split(size), least[:, None].split(size), strict=True):
-        some.masked_fill_(some < floor, -torch.inf)
-
-
-def _reduced(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    needs_dhidden: bool,
-    needs_dweight: bool,
-    reduction: Reduction,
-    *how: Any,
-) -> list[Tensor | None]:
-    """Compute (loss, weight of each token, dhidden, dweight): this rank's terms of gradients of the sum.
-
-    how: the options, split and strategy
-    """
-    options, tp, matmul = unpacked(how)
-    target = sharded_loss(options, weight.shape[0], tp).counted(target)
-    hidden = tp.gather(options.op, "hidden", hidden).all()
-    gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, tp, matmul)
-    wanted = gradients if needs_dhidden or needs_dweight else None
-    with reuse_quantized_weights():  # one for all chunks
-        loss, *_ = _losses_by_chunk(options, hidden, weight, target, wanted, tp, matmul)
-    tokens = (target != IGNORED).sum() if reduction == "mean" else torch.ones((), device=target.device)
-    share = tokens.clamp_min(1).to(loss.dtype).reciprocal()  # without tokens the loss is 0, and not NaN
-    return [loss.sum() * share, share, gradients.dhidden, gradients.dweight]
-
-
-def _reduced_shape(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    needs_dhidden: bool,
-    needs_dweight: bool,
-    *how: Any,
-) -> list[Tensor | None]:
-    *_, tp, _ = how
-    loss = hidden.new_empty((), dtype=sums_dtype(hidden.dtype))
-    dhidden = hidden.new_empty(target.shape[0], hidden.shape[1], dtype=terms_dtype(hidden.dtype, tp))
-    return [
-        loss,
-        torch.empty_like(loss),
-        dhidden if needs_dhidden else None,
-        torch.empty_like(weight, dtype=loss.dtype) if needs_dweight else None,
-    ]
-
-
-def _scaled_sum(
-    dhidden: Tensor, scale: Tensor, dtype: torch.dtype, op: str, tp: TensorParallel, _: Plain
-) -> list[Tensor]:
-    return [sum_over_ranks(dhidden, scale, dtype, op, tp)]
-
-
-def _scaled_sum_shape(
-    dhidden: Tensor, scale: Tensor, dtype: torch.dtype, op: str, tp: TensorParallel, _: Plain
-) -> list[Tensor]:
-    return [dhidden.new_empty(dhidden.shape[0] // tp.token_shards, dhidden.shape[1], dtype=dtype)]
-
-
-def _token_losses(hidden: Tensor, weight: Tensor, target: Tensor, *how: Any) -> list[Tensor | None]:
-    """Compute the loss of each target, and what is in `Known`. how: as of `_reduced`"""
-    options, tp, matmul = unpacked(how)
-    target = sharded_loss(options, weight.shape[0], tp).counted(target)
-    hidden = tp.gather(options.op, "hidden", hidden).all()
-    with reuse_quantized_weights():  # one for all chunks
-        loss, known = _losses_by_chunk(options, hidden, weight, target, None, tp, matmul)
-    return [loss, *known]
-
-
-def _token_losses_shape(hidden: Tensor, weight: Tensor, target: Tensor, *how: Any) -> list[Tensor | None]:
-    options, _, _ = unpacked(how)
-    loss, known = empty_losses(hidden, torch.empty_like(target), options)
-    return [loss, *known]
-
-
-def _token_gradients(
-    dloss: Tensor,
-    dentropy: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    needs_dhidden: bool,
-    needs_dweight: bool,
-    *known_and_how: Any,
-) -> list[Tensor | None]:
-    """Compute gradients from those of each target's loss and each token's entropy; logits are computed again.
-
-    known_and_how: what is in `Known`, and how, as of `_reduced`
-    """
-    known, (options, tp, matmul) = Known(*known_and_how[:5]), unpacked(known_and_how[5:])
-    losses = sharded_loss(options, weight.shape[0], tp)
-    hidden = tp.gather(options.op, "hidden", hidden).all()
-    gradients = PartialGradients(hidden, weight, needs_dhidden, needs_dweight, tp, matmul)
-    if options.top_k is not None:
-        dloss = dloss.masked_fill(known.target == NOWHERE, 0)
-    with reuse_quantized_weights():  # one for all chunks
-        for rows, logits in _logits_of_chunks(hidden, weight, options, tp, matmul):
-            if known.least is not None:
-                _forget_below_(logits, known.least[rows])
-            given = dloss[rows], None if dentropy is None else dentropy[rows]
-            gradients.add(rows, losses.gradient(logits, known.of(rows), *given, in_place=True))
-            del logits
-    dhidden = gradients.dhidden
-    if dhidden is not None:
-        dhidden = sum_over_ranks(dhidden, None, weight.dtype, options.op, tp)
-    return [dhidden, gradients.dweight]
-
-
-def _token_gradients_shape(
-    dloss: Tensor,
-    dentropy: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    needs_dhidden: bool,
-    needs_dweight: bool,
-    *_: object,
-) -> list[Tensor | None]:
-    return [
-        hidden.new_empty(hidden.shape) if needs_dhidden else None,
-        torch.empty_like(weight, dtype=sums_dtype(weight.dtype)) if needs_dweight else None,
-    ]
-
-
-_TENSORS = "Tensor hidden, Tensor weight, Tensor target"
-_NEEDS = "bool needs_dhidden, bool needs_dweight"
-reduced_loss = SplitOperator(OP, f"{_TENSORS}, {_NEEDS}, str reduction, {OPTIONS}", _reduced, _reduced_shape)
-scaled_sum = SplitOperator(
-    f"{OP}_backward",
-    "Tensor dhidden, Tensor scale, ScalarType dtype, str op",
-    _scaled_sum,
-    _scaled_sum_shape,
-)
-token_losses = SplitOperator(
-    "linear_token_losses", f"{_TENSORS}, {OPTIONS}", _token_losses, _token_losses_shape
-)
-token_gradients = SplitOperator(
-    "linear_token_losses_backward",
-    f"Tensor dloss, Tensor? dentropy, Tensor hidden, Tensor weight, {_NEEDS}, {KNOWN}, {OPTIONS}",
-    _token_gradients,
-    _token_gradients_shape,
-)

@@ -100,7 +100,12 @@ def require_ids(op: str, name: str, ids: Tensor, like: Tensor) -> None:
 
 
 def require_in_vocabulary(
-    op: str, name: str, ids: Tensor, shard: VocabShard, ignored: int | None = None
+    op: str,
+    name: str,
+    ids: Tensor,
+    shard: VocabShard,
+    ignored: int | None = None,
+    class_weight: Tensor | None = None,
 ) -> bool:
     """Raise unless every id is in the vocabulary, or is the ignored one; True: surely all are in it.
 
@@ -108,12 +113,12 @@ def require_in_vocabulary(
     the host: there a kernel checks them, and ends the program, as in F.embedding and F.cross_entropy. Ids
     that differ between ranks, because a sampler deals batches out to all of them or a rank skips a batch,
     would give plausible numbers. So ranks compare theirs on the host in the first, second, fourth, eighth,
-    ... call, and with TPKERNELS_DEBUG=1 in each. On the CPU other calls are noted.
+    ... call, and with TPKERNELS_DEBUG=1 in each. On the CPU other calls are noted. So are class weights.
     """
     is_shared = shard.tp.ranks > 1
     compared = is_shared and _is_compared(f"{op} {name}", ids, shard.tp)
     if is_shared and ids.is_cpu and not compared:
-        shard.tp.calls.note(f"{op}: {_described(name, ids)}")
+        shard.tp.calls.note(f"{op}: {', '.join(_data(name, ids, class_weight))}")
     if not compared and surely_within(ids, shard.size):  # none is ignored: one pass, for the usual case
         return True
     inside = (ids >= 0) & (ids < shard.size)
@@ -131,17 +136,38 @@ def require_in_vocabulary(
     if compared:
         refusal = ("ValueError", problem) if problem and parallel.debug else None
         assert shard.tp.group is not None, "there are other ranks"
-        agree(Claim(op, (_described(name, ids),), refusal, is_data=True), shard.tp.group)
+        agree(Claim(op, _data(name, ids, class_weight), refusal, is_data=True), shard.tp.group)
     if problem:
         raise ValueError(f"{op}: {problem}")
     return False
 
 
-def _described(name: str, ids: Tensor) -> str:
-    """The shape of ids and a checksum, in words."""
-    integers = ids.to("cpu", torch.int64).contiguous()
-    bits = ctypes.string_at(integers.data_ptr(), integers.nbytes)
-    return f"{name} {tuple(ids.shape)} with checksum {zlib.crc32(bits):08x}"
+def require_class_weight(op: str, weight: Tensor, shard: VocabShard, like: Tensor) -> None:
+    """Raise unless there is a weight of each id, of floating point, on the device of `like`, and constant."""
+    if weight.shape != (shard.size,) or not weight.is_floating_point():
+        raise ValueError(
+            f"{op}: expected floating-point class_weight ({shard.size},), one for each id of the full "
+            f"vocabulary, got {tuple(weight.shape)} in {weight.dtype}"
+        )
+    if weight.device != like.device:
+        raise ValueError(
+            f"{op}: expected class_weight on {like.device} like the other tensors, got {weight.device}"
+        )
+    if weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{op}: expected class_weight without a gradient, which it does not get; detach it")
+
+
+def _data(name: str, ids: Tensor, class_weight: Tensor | None) -> tuple[str, ...]:
+    """What all ranks must have alike, in words."""
+    ours = (_described(name, ids.to("cpu", torch.int64)),)
+    return ours if class_weight is None else (*ours, _described("class_weight", class_weight.cpu()))
+
+
+def _described(name: str, tensor: Tensor) -> str:
+    """The shape of a tensor of the CPU and a checksum, in words."""
+    tensor = tensor.contiguous()
+    bits = ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+    return f"{name} {tuple(tensor.shape)} with checksum {zlib.crc32(bits):08x}"
 
 
 def _is_compared(what: str, ids: Tensor, tp: TensorParallel) -> bool:
