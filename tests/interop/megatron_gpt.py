@@ -7,7 +7,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from tests.checks import error_of
 from tests.interop.megatron_cpu import parallel_state_of
+from tpkernels import check_replicas
 
 STEPS = 20
 VOCAB, TOKENS, BATCH = 64, 16, 2
@@ -57,6 +59,20 @@ def compare(case, steps=STEPS, plant=None):
     pairs = [(theirs.parameters[name], ours.parameters[name]) for name in ours.parameters]
     apart = max((one - other).abs().max().item() for one, other in pairs)
     return Comparison(theirs.losses, ours.losses, apart)
+
+
+def replicas_after_training(case):
+    """The error of `check_replicas`, and the marks of softmax offsets."""
+    from megatron.core import parallel_state
+
+    models = []
+    with parallel_state_of(case.tp):
+        train(case, 3, ours=True, plant=models.append)
+        group = parallel_state.get_tensor_model_parallel_group()
+        error, _ = error_of(check_replicas, *models, state=group)
+    named = dict(models[0].named_parameters())
+    marks = {(p.tensor_model_parallel, p.partition_dim) for n, p in named.items() if "softmax_offset" in n}
+    return [error, *marks]
 
 
 def train(case, steps, ours, plant=None):
