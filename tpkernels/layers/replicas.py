@@ -139,12 +139,12 @@ def _require_alike(
 
 
 _PROJECTIONS = 8
-# Relative: rounding causes less; norms of two ranks' shards, by which torch's clipping scales, differ by more.
+# Relative: rounding causes less; norms of ranks' shards, by which torch's clipping scales, differ by more.
 _ALIKE = 1e-4
 
 
 def _projected_gradient(copy: Tensor) -> list[float]:
-    """Return sums of the gradient, weighted in several ways: proportional if gradients are; NaN without one."""
+    """Return sums of the gradient with several weights: proportional if gradients are; NaN without one."""
     gradient = _held_gradient(copy)
     if gradient is None or _is_partial(gradient):
         return [math.nan] * _PROJECTIONS

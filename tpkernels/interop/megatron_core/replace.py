@@ -1,7 +1,7 @@
 """Builds our layers where Megatron names its own: in GPTModel, in its spec functions, in users' specs.
 
-Our norms work under sequence parallelism, too, which Megatron's local norm refuses. Attention stays Megatron's;
-its softmax offsets are marked.
+Our norms work under sequence parallelism, too, which Megatron's local norm refuses. Attention stays
+Megatron's; its softmax offsets are marked.
 """
 
 from __future__ import annotations
