@@ -68,11 +68,13 @@ class _Shards(LocalShardsWrapper):
     """Shards of any number of dimensions; torch's own refuses a view of more than two."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own has these arguments, too
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.view.default:  # DTensor.from_local views the shards as they are
             (shards, _) = args
             return cls(shards.local_shards(), shards.local_offsets())
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 def is_chunked(shard: TensorShard) -> bool:

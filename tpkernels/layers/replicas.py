@@ -45,7 +45,7 @@ from tpkernels.ops.replicas import agree_on, from_all_ranks, sum_over_ranks_, un
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """This rank's local `main_grad` if there is one, else its local `grad`; None without either."""
     gradient = _held_gradient(parameter)
-    if _is_partial(gradient):
+    if is_dtensor(gradient) and _is_partial(gradient):
         raise ValueError(
             f"expected gradients that are summed, got one of {tuple(gradient.shape)} with the placements "
             f"{gradient.placements}; redistribute it to its parameter's placements first"
@@ -108,7 +108,7 @@ def check_replicas(module: nn.Module, *, state: State = None) -> None:
 
     def ask(numbers: list[float]) -> list[list[float]]:
         own = torch.tensor(numbers, dtype=torch.float64, device=held[0][1].device)
-        return from_all_ranks(own, world.group).tolist()  # type: ignore[no-any-return]
+        return from_all_ranks(own, world.group).tolist()
 
     _require_alike(unlike.tolist(), world.ranks, copies, ask)
 
