@@ -325,7 +325,7 @@ def test_unknown_styles_and_layers_are_refused():
         (Asking().double(), {}, 2**27, NO_INPUTS),
         (*uncalled, 2**27, NO_INPUTS),
         (Waves(), {}, 2**27, NO_INPUTS),
-        (unheard, {}, 100, "it has 2857 numbers, and a comparison takes 26 bytes for each. Pass verify="),
+        (unheard, {}, 100, "it has 2857 numbers, and a comparison takes 26 bytes for each; a smaller Named"),
         (Endless(), {}, 2**27, "with the inputs that were made up it raises an error. Pass verify="),
         (Endless(), {"verify": IDS}, 2**27, "not on these inputs. Pass others, with which"),
         (Asking(), {"verify": IDS}, 2**27, unrunnable),

@@ -12,7 +12,8 @@ Other children, such as a mixture of experts, compute as without sequence parall
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -118,7 +119,12 @@ def sharing_of(
     by_features: parameters between columns and rows, which see this rank's features
     """
     layers = _layers(twin, changes)
-    entries = {n: entry for layer in layers for n, entry in _children_of(twin, layer, changes).items()}
+    children = [child for layer in layers for child in twin.get_submodule(layer).children()]
+    shared = {child for child, count in Counter(children).items() if count > 1}
+    entries: dict[str, _LayerChild] = {}
+    for layer in layers:
+        entries |= _children_of(layer, changes)
+        entries |= _unsplit_holders(twin, layer, entries, shared)
     seen = _RecordedCall(ranks, layers, entries)
     seen.watch(twin)
     with trial_context(twin), torch.no_grad(), _NoDrawsForShardedTokens(seen):
@@ -191,8 +197,7 @@ def _layers(model: nn.Module, changes: Changes) -> list[str]:
     return [f"{stack}.{number}" for number in range(len(layers))]
 
 
-def _children_of(model: nn.Module, layer: str, changes: Changes) -> dict[str, _LayerChild]:
-    """Return a layer's children with split layers, and those that hold modules with parameters."""
+def _children_of(layer: str, changes: Changes) -> dict[str, _LayerChild]:
     found: dict[str, _LayerChild] = {}
     for change in changes.modules:
         if not change.name.startswith(f"{layer}."):
@@ -205,10 +210,22 @@ def _children_of(model: nn.Module, layer: str, changes: Changes) -> dict[str, _L
         if entry.direct and kinds[0] not in ("column", "row"):
             raise ValueError(f"sequence_parallel: '{name}' cannot share tokens: it is a {kinds[0]}")
         entry.plain = "column" in kinds and kinds.count("row") == 1 and set(kinds) == {"column", "row"}
+    return found
+
+
+def _unsplit_holders(
+    model: nn.Module, layer: str, entries: Container[str], shared: Container[nn.Module]
+) -> dict[str, _LayerChild]:
+    """Return a layer's other children that hold modules with parameters, such as an attention.
+
+    shared: modules in several layers
+    """
+    found: dict[str, _LayerChild] = {}
     for child, module in model.get_submodule(layer).named_children():
         inner = (part for part in module.modules() if part is not module)
-        if any(part._parameters for part in inner):  # such as an attention that is not split
-            found.setdefault(f"{layer}.{child}", _LayerChild([], direct=False, plain=False))
+        name = f"{layer}.{child}"
+        if name not in entries and module not in shared and any(part._parameters for part in inner):
+            found[name] = _LayerChild([], direct=False, plain=False)
     return found
 
 
