@@ -39,6 +39,7 @@ _WIDTH = re.compile(
     r"|dim|d_model|d_ff|d_kv|d_inner|n_embd|n_inner|lru_width)"
 )
 _LAYERS = re.compile(r"(num_.*layers|n_layers?|(en|de)coder_layers|depth)")
+_OF_OTHERS = re.compile(r"(encoder|cross|vision|text|audio)_.*hidden_size")  # another config's features
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
 _HEADS = re.compile(r"(num_(attention_)?heads|n_heads?|(en|de)coder_attention_heads)")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -150,10 +151,15 @@ def _numbers(config: Any) -> Iterator[tuple[Any, str, int]]:
 
 def _shrink(config: Any, model: nn.Module, ranks: int) -> None:
     """Make the numbers in a config smaller, in place."""
-    for each in list(_configs(config)):
+    configs = list(_configs(config))
+    for each in configs:
         _shrink_layers(each, model)
-        _shrink_features(each, ranks)
         _shrink_experts(each)
+    meet = any(_OF_OTHERS.fullmatch(name) for each in configs for name in vars(each))
+    for together in [configs] if meet else [[each] for each in configs]:
+        factor = min(_factor(each, ranks) for each in together)
+        for each in together:
+            _shrink_features(each, factor)
     sizes = [value for _, name, value in _numbers(config) if "vocab_size" in name and value > _VOCABULARY]
     if not sizes:
         return
@@ -180,26 +186,41 @@ def _shrink_special_ids(config: Any, size: int) -> None:
                 setattr(each, name, smaller(value))
 
 
-def _shrink_features(config: Any, ranks: int) -> None:
-    """Divide all numbers of features of one config by the same power of two."""
-    numbers = {name: value for name, value in vars(config).items() if _WIDTH.fullmatch(name)}
+def _widths(config: Any) -> dict[str, Any]:
+    """Return a config's numbers of features, or lists of them."""
+    return {name: value for name, value in vars(config).items() if _WIDTH.fullmatch(name)}
+
+
+def _factor(config: Any, ranks: int) -> int:
+    """Return the largest power of two by which all numbers of features may be divided."""
+    numbers = _widths(config)
     widths: list[int] = []
     for value in numbers.values():
         widths += [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
     widths = [each for each in widths if each >= _LEAST_WIDTH]
-    said = type(numbers.get("head_dim")) is int
+    said = type(numbers.get("head_dim")) is int  # else a head's features may be no number of the config
     for name, heads in vars(config).items():
         if _HEADS.fullmatch(name) and type(heads) is int and heads and not said:
             hidden = [value for each in _HIDDEN if type(value := getattr(config, each, None)) is int]
             widths += [value // heads for value in hidden if value % heads == 0]
+    if not widths:
+        return 1
     factor = 1
-    while widths and all(_may_halve(width, 2 * factor, ranks) for width in widths):
+    while all(_may_halve(width, 2 * factor, ranks) for width in widths):
         factor *= 2
-    for name, value in numbers.items():
+    return factor
+
+
+def _shrink_features(config: Any, factor: int) -> None:
+    """Divide all numbers of features of one config."""
+    for name, value in _widths(config).items():
         if isinstance(value, list):
             setattr(config, name, [each // factor if each >= _LEAST_WIDTH else each for each in value])
         elif type(value) is int and value >= _LEAST_WIDTH:
             setattr(config, name, value // factor)
+    for said in (getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")):
+        if isinstance(said, dict) and isinstance(sections := said.get("mrope_section"), list):
+            said["mrope_section"] = [each // factor for each in sections]  # of half a head's features
 
 
 def _may_halve(width: int, factor: int, ranks: int) -> bool:

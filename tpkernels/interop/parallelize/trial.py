@@ -81,6 +81,9 @@ class PlanTrial:
         """The caller's example inputs."""
         return None if isinstance(self.verify, str | bool) else self.verify
 
+    def _of(self, smaller: Smaller) -> PlanTrial:
+        return PlanTrial(smaller.model, "auto", self.world, self.state)
+
     def _twin(self, fits: bool) -> nn.Module:
         return twin_of(self.model, device=device_of(self.world) if fits else None)
 
@@ -107,7 +110,9 @@ class PlanTrial:
                 unlike = shorten(str(error), 300)
             raise_alike(None, f"a smaller model: {unlike}", world)
             if smaller is not None:
-                return Example(fits=False, smaller=smaller)
+                unlike = self._of(smaller).example(divided=divided).lacking
+                if not unlike:
+                    return Example(fits=False, smaller=smaller)
         failed: list[str] = []
         found: Inputs | None = None
         lacking, advice = "", GIVE_INPUTS
@@ -191,7 +196,7 @@ class PlanTrial:
             if not certain:
                 raise self._not_compared(problem, GIVE_INPUTS, "")
             return self.plan(plan, self.example(itself=True), certain=True)
-        trial = PlanTrial(smaller.model, "auto", self.world, self.state)
+        trial = self._of(smaller)
         partial = trial.plan(narrow, trial.example(), certain=certain)
         return frozenset(
             name for name, _ in self.model.named_parameters() if smaller.name_of(name) in partial
@@ -223,8 +228,7 @@ class PlanTrial:
             if narrow is None:
                 raise self._not_compared(problem, GIVE_INPUTS, "")
             there = partial.intersection(name for name, _ in example.smaller.model.named_parameters())
-            trial = PlanTrial(example.smaller.model, "auto", world, self.state)
-            found = trial.sharing(narrow, there)
+            found = self._of(example.smaller).sharing(narrow, there)
             assert found is not None
             return found.extended(self.model, example.smaller.name_of)
         if example.inputs is None:
