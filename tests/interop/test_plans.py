@@ -318,6 +318,10 @@ def test_unknown_styles_and_layers_are_refused():
     refused_alike("ValueError", nameless, parallelize, narrow)
     said = refused_alike("ValueError", unlike, parallelize, crooked)
     assert "that were tried splits Crooked correctly. Pass a plan" in said[:100]
+    first, *each = said.split("\n  - ")
+    assert first.startswith(f"plan: none of the {len(each)} that were tried")
+    assert first.endswith("the model is unchanged")
+    assert all(one.startswith("a plan by names of layers (") and len(one) < 500 for one in each)
     said = []
     uncalled = Asking().double(), {"plan": {"mlp.fc1": "column", "mlp.fc2": "row"}}
     unrunnable = "the unsharded model does not run with these inputs. Call it with them"

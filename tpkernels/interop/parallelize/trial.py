@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tpkernels.errors import warn
 from tpkernels.interop.parallelize.changes import planned
-from tpkernels.interop.parallelize.plan import ParallelizePlan
+from tpkernels.interop.parallelize.plan import ParallelizePlan, listed
 from tpkernels.interop.parallelize.probe import ParameterNames, graph_of_rank, partial_parameters
 from tpkernels.interop.parallelize.sequence import Sharing, sharing_of
 from tpkernels.interop.parallelize.smaller import Smaller, smaller_of, smaller_plan
@@ -136,15 +136,15 @@ class PlanTrial:
                 lacking = f"it has {size} numbers, and a comparison takes 26 bytes for each"
             if unlike:
                 lacking += f"; a smaller {type(model).__name__} does not stand for it: {unlike}"
-        refusal = self._not_compared(lacking, advice, "; ".join(failed)) if lacking else None
+        refusal = self._not_compared(lacking, advice, *failed) if lacking else None
         raise_alike(refusal if given is not None else None, f"trying input {len(failed)}, {lacking}", world)
         return Example(found, fits, None, lacking, refusal)
 
-    def _not_compared(self, lacking: str, advice: str, details: str) -> NotCompared:
-        return NotCompared(
+    def _not_compared(self, lacking: str, advice: str, *details: str) -> NotCompared:
+        first = (
             f"verify: {type(self.model).__name__} cannot be compared with its split copy: {lacking}. {advice}"
-            f"{details and '. ' + details}"
         )
+        return NotCompared(listed(first, *details))
 
     def plan(self, plan: ParallelizePlan, example: Example, *, certain: bool) -> ParameterNames:
         """Try a plan on copies; return names of parameters with partial gradients.
@@ -171,7 +171,7 @@ class PlanTrial:
         except ValueError as error:
             problem = error
             if example.refusal and example.inputs is None:
-                problem = NotCompared(f"{example.refusal}. {error}")
+                problem = NotCompared(listed(str(example.refusal), str(error)))
         raise_alike(problem, f"partial gradients of {sorted(partial)}", world)
         is_wanted = example.inputs is not None or example.lacking
         if not is_wanted or dist.get_backend(world.group) == "fake":
@@ -194,7 +194,7 @@ class PlanTrial:
         raise_alike(None, problem, self.world)
         if narrow is None:
             if not certain:
-                raise self._not_compared(problem, GIVE_INPUTS, "")
+                raise self._not_compared(problem, GIVE_INPUTS)
             return self.plan(plan, self.example(itself=True), certain=True)
         trial = self._of(smaller)
         partial = trial.plan(narrow, trial.example(), certain=certain)
@@ -226,7 +226,7 @@ class PlanTrial:
             narrow, problem = self._narrow(plan, example.smaller)
             raise_alike(None, problem, world)
             if narrow is None:
-                raise self._not_compared(problem, GIVE_INPUTS, "")
+                raise self._not_compared(problem, GIVE_INPUTS)
             there = partial.intersection(name for name, _ in example.smaller.model.named_parameters())
             found = self._of(example.smaller).sharing(narrow, there)
             assert found is not None
@@ -278,11 +278,12 @@ class PlanTrial:
         )
         for rank, different in enumerate(differences):
             if different is not None:
-                raise ValueError(
+                first = (
                     f"{subject}: the split model computes something else than the unsharded model. {advice}; "
-                    f"the model is unchanged. On tensor rank {rank}, {different} ({found.tolerance:.0e} is "
-                    f"allowed, in {found.dtype})"
+                    "the model is unchanged"
                 )
+                allowed = f"({found.tolerance:.0e} is allowed, in {found.dtype})"
+                raise ValueError(listed(first, f"on tensor rank {rank}, {different} {allowed}"))
         return ""
 
 
