@@ -132,9 +132,10 @@ def _require_alike(
     name, copy = list(copies.items())[wrong[0]]
     more = f"; so do {len(wrong) - 1} more of {len(copies)} parameters" if len(wrong) > 1 else ""
     raise RuntimeError(
-        f"check_replicas: '{name}' differs between tensor-parallel ranks that hold copies of it: on "
-        f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} from rank {ranks[0]}{more}{when}. "
-        f"{_cause_of_drift(copy, ask(_projected_gradient(copy)), ranks)}"
+        f"check_replicas: '{name}' differs between tensor-parallel ranks that hold copies of it. "
+        f"{_cause_of_drift(copy, ask(_projected_gradient(copy)), ranks)}. "
+        f"It differs on rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} from rank "
+        f"{ranks[0]}{more}{when}"
     )
 
 
@@ -163,8 +164,8 @@ def _cause_of_drift(copy: Tensor, projected: Sequence[Sequence[float]], ranks: S
     length = first.square().sum()
     if not gradients.isfinite().all() or not length:
         return (
-            "No gradients are there to compare: ranks may have begun with other weights (one seed, one "
-            f"checkpoint), or clipped by {_TORCH_CLIPS}. {likely_causes(copy)}"
+            f"{likely_causes(copy)}. No gradients are there to compare: ranks may also have begun with other "
+            f"weights (one seed, one checkpoint), or clipped by {_TORCH_CLIPS}"
         )
     if (gradients == first).all():
         return (
