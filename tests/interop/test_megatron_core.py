@@ -156,8 +156,10 @@ def test_what_is_not_supported_is_refused_by_name():
 
 
 @needs_megatron
-def test_learnable_softmax_offsets_are_no_replicas(two):
-    assert two.run(replicas_after_training, LEARNABLE) == [["nothing", (True, 0)]] * 2
+@pytest.mark.parametrize(("ours", "marks"), [(True, (True, 0)), (False, (False, -1))])
+def test_learnable_softmax_offsets_are_no_replicas(two, ours, marks):
+    """Marked in a model with our layers, and described by Megatron itself in one without."""
+    assert two.run(replicas_after_training, LEARNABLE, ours) == [["nothing", marks]] * 2
 
 
 @needs_megatron

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -100,6 +100,8 @@ def check_replicas(module: nn.Module, *, state: State = None) -> None:
     reshard(module)
     named = module.named_parameters()
     copies = {name: parameter for name, parameter in named if not is_split_over(world.ranks, parameter)}
+    for name in _described_as_shards(module):
+        copies.pop(name, None)
     if world.size == 1 or not copies:
         return
     held = [(name, local_of(parameter)) for name, parameter in copies.items()]
@@ -111,6 +113,24 @@ def check_replicas(module: nn.Module, *, state: State = None) -> None:
         return from_all_ranks(own, world.group).tolist()
 
     _require_alike(unlike.tolist(), world.ranks, copies, ask)
+
+
+def _described_as_shards(module: nn.Module) -> Iterator[str]:
+    """Yield names of unmarked parameters that modules of Megatron describe, for checkpoints, as shards."""
+    for prefix, owner in module.named_modules():
+        describe = getattr(owner, "sharded_state_dict", None)
+        own = {n: p for n, p in owner._parameters.items() if p is not None}
+        unmarked = [short for short, p in own.items() if "tensor_model_parallel" not in vars(p)]
+        if not callable(describe) or not unmarked:
+            continue
+        try:
+            described = describe(metadata={"dp_cp_group": None})
+        except Exception:  # of another library, or without its groups: they are compared
+            continue
+        for short in unmarked:
+            entry = described.get(short)
+            if getattr(entry, "local_shape", None) != getattr(entry, "global_shape", None):
+                yield f"{prefix}.{short}".lstrip(".")
 
 
 def _require_alike(
