@@ -40,7 +40,7 @@ def test_experts_and_packed_layers_that_parallelize_has_split_move_to_one_rank_a
 
 
 @on_ranks(2)
-def test_an_unsharded_model_needs_no_state_and_a_marked_one_is_asked_for_its():
+def test_an_unsharded_model_needs_no_state_a_marked_one_does():
     whole, split = unusual(), parallelize(unusual(), over(2), verify=False)
     marked, alone = nn.Linear(WIDTH, WIDTH), scrambled(unusual())
     reshard(split, to=alone)

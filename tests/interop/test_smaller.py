@@ -96,7 +96,7 @@ def without_comparison():
         yield
 
 
-def test_all_kinds_of_layers_and_the_padding_of_a_vocabulary_stay():
+def test_kinds_of_layers_and_padding_of_a_vocabulary_stay():
     model = large()
     smaller = smaller_of(model, 2, torch.device("cpu"))
     config = smaller.model.config
@@ -169,7 +169,7 @@ def test_what_a_smaller_model_cannot_stand_for_is_named(change):
 
 
 @on_ranks(2)
-def test_a_model_that_is_not_compared_is_told_with_the_reason():
+def test_a_model_is_not_compared_with_the_reason_told():
     initialize_model_parallel(2)
     model = large()
     replaced(model)
