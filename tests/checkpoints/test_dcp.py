@@ -14,9 +14,11 @@ from torch.distributed import checkpoint as storage
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.checkpoints.test_reshard import over
 from tests.checks import error_of
 from tests.interop.models import built
 from tests.interop.refused import refused_alike
+from tests.interop.test_plans import unusual
 from tests.on_ranks import on_ranks
 from tests.ranks import leave_world
 from tpkernels import (
@@ -25,6 +27,7 @@ from tpkernels import (
     get_rng_tracker,
     initialize_model_parallel,
     manual_seed,
+    parallelize,
     plan_groups,
 )
 from tpkernels.interop import dcp, safetensors
@@ -40,8 +43,11 @@ def adamw(model, lr=0.1):
 
 
 def trained(kind, seed, lr=0.1):
+    return stepped(built(kind, seed), lr)
+
+
+def stepped(model, lr=0.1):
     """Two steps that treat each element by itself: the same numbers for every number of ranks."""
-    model = built(kind, seed)
     optimizer = adamw(model, lr)
     for _ in range(2):
         for group in optimizer.param_groups:
@@ -49,6 +55,18 @@ def trained(kind, seed, lr=0.1):
                 parameter.grad = parameter.detach() * 3 + 0.5 * parameter.detach().square()
         optimizer.step()
     return model, optimizer
+
+
+def assert_resumes_at_other_sizes(make, folder):
+    """make: returns the same unsharded model each time"""
+    for saved, loaded in ((2, 1), (1, 2)):
+        path = folder / f"saved-by-{saved}"
+        dcp.save(path, *stepped(parallelize(make(), over(saved), verify=False)))
+        expected = everything(*stepped(parallelize(make(), over(loaded), verify=False)))
+        model = parallelize(make(), over(loaded), verify=False)
+        optimizer = adamw(model, lr=0.3)
+        dcp.load(path, model, optimizer)
+        assert_equal(everything(model, optimizer), expected)
 
 
 def everything(model, optimizer):
@@ -139,6 +157,11 @@ def _rename_of_files(path, target, rename=Path.rename):
 
 def _no_space(*_):
     raise OSError("no space left")
+
+
+@on_ranks(2)
+def test_stacked_experts_resume_at_another_size(tmp_path):
+    assert_resumes_at_other_sizes(unusual, tmp_path)
 
 
 @on_ranks(2)

@@ -77,6 +77,16 @@ def test_a_model_that_is_freed_as_it_moves_is_never_there_twice(way, layout, sta
     assert torch.equal(model(IDS), built_over("gpt2", before, 1)(IDS))
 
 
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_a_rank_without_source_gets_memory_too(way):
+    whole, rank = built_over("gpt2", over(1), 1), dist.get_rank()
+    other = GPT(CONFIGS["gpt2"], state=over(2), device="meta")
+    with moving_by(way):
+        reshard(whole if rank == 0 else None, to=other)
+    assert unequal(other, built_over("gpt2", over(2), 1)) == []
+
+
 @on_ranks(2)
 def test_a_model_goes_to_another_layout_in_place_with_its_optimizer():
     """The other one and its optimizer are built without memory, and never there twice with the first."""

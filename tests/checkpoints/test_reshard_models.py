@@ -5,12 +5,13 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.checkpoints.test_reshard import over
-from tests.interop.refused import refused
+from tests.interop.refused import refused, refused_alike
 from tests.interop.test_plans import unusual
 from tests.interop.torch_models import IDS
 from tests.on_ranks import on_ranks
 from tpkernels import parallelize, reshard
 from tpkernels.checkpoints.shards import TensorShard
+from tpkernels.layers.attributes import set_tensor_model_parallel_attributes
 
 EXPERTS, WIDTH = 4, 8
 
@@ -36,6 +37,19 @@ def test_experts_and_packed_layers_that_parallelize_has_split_move_to_one_rank_a
         assert torch.equal(back.state_dict()[name], tensor), name
     assert torch.equal(alone(IDS), whole(IDS))
     assert torch.equal(back(IDS), split(IDS))
+
+
+@on_ranks(2)
+def test_an_unsharded_model_needs_no_state_a_marked_one_does():
+    whole, split = unusual(), parallelize(unusual(), over(2), verify=False)
+    marked, alone = nn.Linear(WIDTH, WIDTH), scrambled(unusual())
+    reshard(split, to=alone)
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(alone.state_dict()[name], tensor), name
+    set_tensor_model_parallel_attributes(marked.weight, True, 0, 1)
+    lacking = "after torch.distributed.init_process_group(...); or pass {}=, as it was built with"
+    refused_alike("RuntimeError", lacking.format("to_state"), reshard, whole, to=marked)
+    refused_alike("RuntimeError", lacking.format("state"), reshard, marked, to=whole)
 
 
 def experts_of(count, ranks, fill=None):

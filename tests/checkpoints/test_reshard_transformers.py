@@ -1,6 +1,11 @@
-"""Models of transformers, with experts and with adapters of peft, move to the bit and write the same text."""
+"""Models of transformers, with experts and with adapters of peft, move to the bit and write the same text.
+
+Those with stacked experts are saved, and resume at another size.
+"""
 
 from copy import deepcopy
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -8,12 +13,15 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
 
+from tests.checkpoints.test_dcp import assert_resumes_at_other_sizes
 from tests.checkpoints.test_reshard import over, unequal
 from tests.checkpoints.test_reshard_models import scrambled
+from tests.interop.architectures import model_of
 from tests.interop.refused import refused
 from tests.interop.test_lora import unsharded, with_lora
 from tests.models.small import IDS
 from tests.on_ranks import on_ranks
+from tests.test_docs import PROGRAMS, run_block
 from tpkernels import parallelize, reshard
 
 
@@ -30,6 +38,24 @@ def on_meta(kind, state):
     with torch.device("meta"):
         model, plan = unsharded(kind)
     return parallelize(model, state, plan=plan)
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "DeepseekV3"])
+@on_ranks(2)
+def test_experts_of_transformers_resume_and_reshard_at_another_size(kind, tmp_path):
+    make = partial(model_of, f"{kind}ForCausalLM")
+    assert_resumes_at_other_sizes(make, tmp_path)
+    alone, split = (parallelize(make(), over(ranks), verify=False) for ranks in (1, 2))
+    for source, expected in ((split, alone), (alone, split)):
+        target = scrambled(deepcopy(expected))
+        reshard(source, to=target)
+        assert unequal(target, expected) == []
+
+
+def test_the_fine_tuning_page_runs_with_experts(tmp_path):
+    (page,) = [block for block in PROGRAMS if block.page == "fine-tune.md"]
+    run = run_block(replace(page, text=page.text.replace("Llama", "Mixtral")), tmp_path)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize("kind", ["Mixtral", "Llama"])

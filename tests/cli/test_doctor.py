@@ -249,7 +249,25 @@ NEWER = f"is newer than the newest tested, {NEWEST}: pip install 'triton<3.{int(
 def test_versions_of_triton_that_were_not_tried_are_told(version, numpy, found, monkeypatch):
     monkeypatch.setattr("triton.__version__", version)
     monkeypatch.setattr("numpy.__version__", numpy)
+    monkeypatch.setattr("torch.__version__", "2.99.0")  # which nobody has paired
     assert list(probe_triton()) == found
+
+
+@pytest.mark.parametrize(
+    ("torch", "triton", "is_paired"),
+    [
+        ("2.13.0+cpu", "3.7.1", True),
+        ("2.13.0", "3.9.0", False),
+        ("2.12.1", "3.7.1", True),
+        ("2.15.0", "3.8.0", False),
+    ],
+)
+def test_a_triton_of_another_torch_is_noted(torch, triton, is_paired, monkeypatch):
+    monkeypatch.setattr("torch.__version__", torch)
+    monkeypatch.setattr("triton.__version__", triton)
+    found = [text for health, text in probe_triton() if health == "note"]
+    assert bool(found) != is_paired
+    assert all(text.startswith(f"torch {torch} was tried with Triton 3.") for text in found)
 
 
 def test_a_missing_triton_is_a_problem_with_what_installs_it(monkeypatch):

@@ -33,6 +33,8 @@ def test_trains_proves_itself_and_writes(tmp_path, ranks4):
     assert [report["step"] for report in reports] == [1, 2, 3, 4]
     assert reports[-1]["loss"] < reports[0]["loss"]
     assert {"loss", "norm", "rate", "seconds", "tokens"} < set(reports[0])
+    for report in reports:  # in a log there is no changing line
+        assert f"\nstep {report['step']}/4: loss {report['loss']:.3f}, " in run.stdout
     assert f"loss {reports[0]['loss']:.3f} -> {reports[-1]['loss']:.3f} in" in run.stdout
     assert "losses of 2 steps agree with an unsharded run's within" in run.stdout
     assert f"page      {page}\n" in run.stdout

@@ -7,7 +7,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from tests.checks import error_of
 from tests.interop.megatron_cpu import parallel_state_of
+from tpkernels import check_replicas
+from tpkernels.layers.attributes import Attributes
 
 STEPS = 20
 VOCAB, TOKENS, BATCH = 64, 16, 2
@@ -57,6 +60,21 @@ def compare(case, steps=STEPS, plant=None):
     pairs = [(theirs.parameters[name], ours.parameters[name]) for name in ours.parameters]
     apart = max((one - other).abs().max().item() for one, other in pairs)
     return Comparison(theirs.losses, ours.losses, apart)
+
+
+def replicas_after_training(case, ours):
+    """The error of `check_replicas`, and the marks of softmax offsets: whether a shard, and its axis."""
+    from megatron.core import parallel_state
+
+    models = []
+    with parallel_state_of(case.tp):
+        train(case, 3, ours=ours, plant=models.append)
+        group = parallel_state.get_tensor_model_parallel_group()
+        error, _ = error_of(check_replicas, *models, state=group)
+    named = dict(models[0].named_parameters())
+    offsets = [Attributes.of(p) for name, p in named.items() if "softmax_offset" in name]
+    marks = {(marked.tensor_model_parallel, marked.partition_dim) for marked in offsets}
+    return [error, *marks]
 
 
 def train(case, steps, ours, plant=None):

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.checks import error_of
 from tests.interop.architecture_runs import ours
-from tests.interop.architectures import config_of
+from tests.interop.architectures import IMAGE_TOWER, TEXT_TOWER, config_of
 from tests.interop.models import needs_transformers
 from tests.interop.refused import refused_alike
 from tests.interop.torch_models import losses_of
@@ -154,12 +154,19 @@ WAVES = {"conv_dim": [16, 16], "conv_stride": [5, 2], "conv_kernel": [10, 3], "n
 WAVES |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4}
 PYRAMID = {"hidden_sizes": [16, 32], "depths": [1, 1], "num_attention_heads": [2, 4], "sr_ratios": [2, 1]}
 PYRAMID |= {"patch_sizes": [7, 3], "strides": [4, 2], "mlp_ratios": [2, 2], "num_encoder_blocks": 2}
+QUERIES = TEXT_TOWER | {"encoder_hidden_size": 32, "cross_attention_frequency": 1}
+BLIP = {"vision_config": IMAGE_TOWER, "qformer_config": QUERIES, "num_query_tokens": 4}
+BLIP |= {"text_config": {"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32, **TEXT_TOWER}}
+BLIP |= {"image_token_index": 7, "image_text_hidden_size": 32}
 OF_TASKS: dict[str, Any] = {
     "BartForSequenceClassification": {},
     "BertForMultipleChoice": {},
     "GPT2ForSequenceClassification": {"pad_token_id": None},
     "Wav2Vec2ForCTC": WAVES,
     "SegformerForSemanticSegmentation": PYRAMID,
+    "Blip2ForConditionalGeneration": BLIP,
+    "InstructBlipForConditionalGeneration": BLIP,
+    "BlipForConditionalGeneration": {"text_config": TEXT_TOWER, "vision_config": IMAGE_TOWER},
     "EncoderDecoderModel": ("Bert", "Bert"),
     "VisionEncoderDecoderModel": ("ViT", "GPT2"),
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.interop import megatron_layer_cases as layer_cases
-from tests.interop.megatron_gpt import STEPS, Case, compare
+from tests.interop.megatron_gpt import STEPS, Case, compare, replicas_after_training
 from tests.interop.megatron_layer_cases import LayerCase
 from tests.ranks import RankPool
 
@@ -66,11 +66,13 @@ LLAMA = {
     "activation_func": torch.nn.functional.silu,
     "add_bias_linear": False,
 }
+LEARNABLE = Case(config={"softmax_type": "learnable"})  # its offsets are a shard of heads
 SAME_BITS = {
     "plain": Case(),
     "tied": Case(tied=True),
     "rope_gqa_swiglu": Case(rope=True, config=LLAMA | {"normalization": "LayerNorm"}),
     "qk_norm": Case(rope=True, config={"qk_layernorm": True}),
+    "learnable_softmax": LEARNABLE,
     "ddp": Case(ddp={}),
     "ddp_tied_fused": Case(ddp={}, tied=True, config=FUSED, microbatches=2),
     "distributed_optimizer": Case(ddp={"use_distributed_optimizer": True}, tied=True, config=FUSED),
@@ -151,6 +153,13 @@ def test_deferred_gradients_are_those_of_megatrons_drain(two, limit):
 def test_what_is_not_supported_is_refused_by_name():
     with RankPool(2) as own:  # Megatron finds no apex there afterwards
         own.run(layer_cases.refusals)
+
+
+@needs_megatron
+@pytest.mark.parametrize(("ours", "marks"), [(True, (True, 0)), (False, (False, -1))])
+def test_learnable_softmax_offsets_are_no_replicas(two, ours, marks):
+    """Marked in a model with our layers, and described by Megatron itself in one without."""
+    assert two.run(replicas_after_training, LEARNABLE, ours) == [["nothing", marks]] * 2
 
 
 @needs_megatron

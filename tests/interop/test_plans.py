@@ -318,6 +318,11 @@ def test_unknown_styles_and_layers_are_refused():
     refused_alike("ValueError", nameless, parallelize, narrow)
     said = refused_alike("ValueError", unlike, parallelize, crooked)
     assert "that were tried splits Crooked correctly. Pass a plan" in said[:100]
+    first, *each = said.split("\n  - ")
+    assert first.startswith(f"plan: none of the {len(each)} that were tried")
+    assert first.endswith("the model is unchanged")
+    assert all(one.startswith(("a plan by names of layers (", "the plan that the model")) for one in each)
+    assert max(map(len, each)) < 500
     said = []
     uncalled = Asking().double(), {"plan": {"mlp.fc1": "column", "mlp.fc2": "row"}}
     unrunnable = "the unsharded model does not run with these inputs. Call it with them"
@@ -325,7 +330,7 @@ def test_unknown_styles_and_layers_are_refused():
         (Asking().double(), {}, 2**27, NO_INPUTS),
         (*uncalled, 2**27, NO_INPUTS),
         (Waves(), {}, 2**27, NO_INPUTS),
-        (unheard, {}, 100, "it has 2857 numbers, and a comparison takes 26 bytes for each. Pass verify="),
+        (unheard, {}, 100, "it has 2857 numbers, and a comparison takes 26 bytes for each; a smaller Named"),
         (Endless(), {}, 2**27, "with the inputs that were made up it raises an error. Pass verify="),
         (Endless(), {"verify": IDS}, 2**27, "not on these inputs. Pass others, with which"),
         (Asking(), {"verify": IDS}, 2**27, unrunnable),

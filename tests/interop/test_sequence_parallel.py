@@ -54,6 +54,15 @@ def test_modules_with_more_than_columns_and_rows_compute_as_before():
 
 
 @on_ranks(2)
+def test_an_attention_that_is_not_split_gets_all_tokens():
+    initialize_model_parallel(2)
+    with sharings() as seen:
+        split = shared(plan={name: said for name, said in STACK_PLAN.items() if ".attention" not in name})
+    assert seen[0].whole == ("layers.0.attention", "layers.1.attention")
+    assert_alike(split, stack())
+
+
+@on_ranks(2)
 def test_what_cannot_share_tokens_is_refused_on_all_ranks():
     initialize_model_parallel(2)
     of_flat, of_up = {"0": "column", "1": "row"}, {"layers.*.mlp.up": "column"}

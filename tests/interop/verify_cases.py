@@ -120,7 +120,7 @@ def told_when_not_compared():
     for (made, plan), numbers, verify, said in (
         (single, most, "auto", "was not compared with the unsharded one: no inputs with which it runs"),
         (single, most, False, None),
-        ((toy, PLAN), 100, "auto", "numbers, and a comparison takes 26 bytes for each; pass verify="),
+        ((toy, PLAN), 100, "auto", "a smaller Toy does not stand for it: it has no config; pass verify="),
         ((toy, PLAN), 100, IDS, None),
     ):
         with (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ REPLICATED = ["sequence_parallel", "state", "device", "dtype", "tp_invariant"]
 SPLIT = [*REPLICATED, "perform_initialization"]
 ALL = [field.name for field in fields(LayerOptions)]
 CONFIG = GPTConfig(vocab_size=8, hidden_size=8, num_layers=1, num_heads=2, max_positions=4)
+ROOT = Path(__file__).parents[2]
 LAYERS = {  # sizes, and the keywords that a layer takes
     ColumnParallelLinear: ((8, 8), ALL),
     RowParallelLinear: ((8, 8), ALL),
@@ -58,6 +60,15 @@ def test_other_keywords_are_refused_by_name(layer):
         said = f"^{layer.__name__}.__init__\\(\\) got an unexpected keyword argument '{wrong}'$"
         with pytest.raises(TypeError, match=said):
             layer(*sizes, **{wrong: None})
+
+
+@pytest.mark.parametrize("layer", [layer for layer in LAYERS if layer is not GPT])  # which has its own
+def test_a_config_of_megatron_is_refused_with_the_page(layer):
+    sizes, _ = LAYERS[layer]
+    with pytest.raises(TypeError, match=r"got config=.*megatron_core \(docs/megatron.md#our-layers-inside-"):
+        layer(*sizes, config=object())
+    titles = (ROOT / "docs" / "megatron.md").read_text()
+    assert "\n## Our layers inside Megatron-Core\n" in titles
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,6 +126,26 @@ def test_forgotten_finalizing_is_told_on_all_ranks():
         for parameter in block.parameters():
             parameter -= 0.1 * parameter.grad
     assert "check_replicas: 'norm.weight' differs" in equal_on_all(error_of(check_replicas, block))[1]
+
+
+class Described(nn.Module):
+    """As modules of Megatron describe their parameters for checkpoints."""
+
+    def __init__(self, ranks):
+        super().__init__()
+        self.offset = nn.Parameter(torch.full((2,), float(dist.get_rank())))
+        self.ranks = ranks
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        return {"offset": SimpleNamespace(local_shape=(2,), global_shape=(2 * self.ranks,))}
+
+
+@on_ranks(2)
+def test_an_unmarked_shard_that_its_module_describes_is_no_replica():
+    initialize_model_parallel(2)
+    check_replicas(nn.ModuleDict({"attention": Described(2)}))
+    kind, text = equal_on_all(error_of(check_replicas, nn.ModuleDict({"attention": Described(1)})))
+    assert (kind, "'attention.offset' differs" in text) == ("RuntimeError", True)
 
 
 @on_ranks(4)

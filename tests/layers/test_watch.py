@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import DistNetworkError
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -162,7 +162,48 @@ def test_copies_under_fully_shard_are_compared_shard_by_shard():
             optimizer.step()
 
 
-@once(drifting=[by_torch, unsummed, other_data])
+def one_step_of(
+    interval: int, added: float = 0.0, gradient: Tensor | None = None, mark: bool = True
+) -> tuple[int, Said]:
+    """Of a copy beside a layer. added: to the weights of rank 1"""
+    joined_world()
+    layer, copy = ColumnParallelLinear(K, N), nn.Parameter(torch.ones(K) + added * dist.get_rank())
+    copy.grad = gradient
+    if mark:
+        Attributes().put_on(copy)
+    optimizer = torch.optim.SGD([copy, *layer.parameters()], lr=0.1)
+    return steps_until_told(interval, 1, lambda _: optimizer.step())
+
+
+def other_weights(interval: int) -> tuple[int, Said]:
+    return one_step_of(interval, added=1.0, gradient=torch.ones(K))
+
+
+def no_gradient(interval: int) -> tuple[int, Said]:
+    return one_step_of(interval, added=1.0)
+
+
+def other_kernels(interval: int) -> tuple[int, Said]:
+    return one_step_of(interval, gradient=torch.ones(K) * (1 + 1e-5 * dist.get_rank()))
+
+
+def unmarked_shard(interval: int) -> tuple[int, Said]:
+    """Of a module of another library."""
+    return one_step_of(interval, gradient=torch.arange(K).add(2.0 * dist.get_rank()).cos(), mark=False)
+
+
+CAUSES = {
+    by_torch: "Its gradients are proportional, on rank 1 ",
+    unsummed: "Its gradients differ, too. Likeliest is a sum that is missing",
+    other_data: "Its gradients differ, too. Likeliest is other data",
+    other_weights: "Its gradients are equal now: ranks have begun with other weights",
+    other_kernels: "Its gradients differ by rounding: on GPUs chosen kernels may differ in the last bit",
+    no_gradient: "No gradients are there to compare: ranks may also have begun with other weights",
+    unmarked_shard: "mark it by set_tensor_model_parallel_attributes(parameter, True, dim, 1)",
+}
+
+
+@once(drifting=list(CAUSES))
 def test_drift_ends_the_loop_on_all_ranks(ranks2, drifting):
     """In its first step already: a short run may end before the interval does."""
     interval = 100
@@ -171,11 +212,13 @@ def test_drift_ends_the_loop_on_all_ranks(ranks2, drifting):
     steps, (kind, text) = first
     assert steps == 1
     assert kind == "RuntimeError"
-    likely = "a sum that is missing" if drifting is not other_data else "other data"
-    assert f"differs between tensor-parallel ranks that hold copies of it. Likeliest is {likely}" in text
+    assert "differs between tensor-parallel ranks that hold copies of it. " in text
+    assert "It differs on rank 1 from rank 0" in text
+    assert CAUSES[drifting] in text
+    assert ("mark it by" in text) == (drifting is unmarked_shard)
     assert f"after 1 steps of the optimizer (TPKERNELS_CHECK_REPLICAS={interval}; 0: never)" in text
-    assert "rank 1 from rank 0" in text
-    assert "torch's clip_grad_norm_, which takes the norm of one rank's shards: clip by tpkernels." in text
+    by_torchs_clip = "torch's clip_grad_norm_, which takes the norm of one rank's shards: clip by tpkernels."
+    assert (by_torchs_clip in text) == (drifting in (by_torch, no_gradient))
 
 
 def test_our_own_clipping_keeps_copies_equal(ranks4):
@@ -204,7 +247,7 @@ def test_a_store_that_ended_is_no_error(monkeypatch):
         raise DistNetworkError("the store is gone")
 
     with posing(0, 2):
-        monkeypatch.setattr(replicas.Watch, "_sums_of_all", gone)
+        monkeypatch.setattr(replicas.Watch, "_exchanged", gone)
         with pytest.warns(RuntimeWarning, match="parameters could not be compared: the store is gone"):
             replicas.Watch().look(([0, 1], {}))
 

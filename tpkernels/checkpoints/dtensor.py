@@ -7,13 +7,14 @@
     split by tensor-parallel ranks and fully_shard      the same; over the tensor-parallel ranks only
     a DTensor of the full shape                         as it is
 
-`LocalShardsWrapper` is for checkpoints only: DTensor cannot compute with it.
+`LocalShardsWrapper` is for checkpoints only: DTensor cannot compute with it. `_Shards` adds to it what
+DTensor.from_local needs of shards with three or more dimensions, such as stacked experts.
 """
 
 from __future__ import annotations
 
 from math import prod
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ def over_mesh(shard: TensorShard, mesh: DeviceMesh) -> DTensor:
     if is_chunked(shard) and not isinstance(shard.tensor, DTensor):
         local = chunks[0].view
     else:
-        local = LocalShardsWrapper([chunk.view for chunk in chunks], [chunk.offsets for chunk in chunks])
+        local = _Shards([chunk.view for chunk in chunks], [chunk.offsets for chunk in chunks])
     return DTensor.from_local(
         local,
         mesh,
@@ -61,6 +62,19 @@ def over_mesh(shard: TensorShard, mesh: DeviceMesh) -> DTensor:
         shape=torch.Size(shard.shape),
         stride=tuple(prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape))),
     )
+
+
+class _Shards(LocalShardsWrapper):
+    """Shards of any number of dimensions; torch's own refuses a view of more than two."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own has these arguments, too
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.view.default:  # DTensor.from_local views the shards as they are
+            (shards, _) = args
+            return cls(shards.local_shards(), shards.local_offsets())
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
 def is_chunked(shard: TensorShard) -> bool:

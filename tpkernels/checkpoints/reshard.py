@@ -36,6 +36,7 @@ from tpkernels.checkpoints.reshard_plan import (
 from tpkernels.checkpoints.reshard_transfer import copy_own, exchange
 from tpkernels.checkpoints.shards import TensorShard, unwrapped
 from tpkernels.comm.agreement import bytes_of_all
+from tpkernels.comm.groups import exchange_device
 from tpkernels.comm.transports.processes import machine
 from tpkernels.groups import c10d
 from tpkernels.layers.world import State
@@ -75,12 +76,13 @@ def reshard(
 
     model_or_state: None on a rank without weights
     to: None on a rank that needs no weights; a model that is on the meta device, or was freed, gets memory
-        while it is filled
+        while it is filled: on the source's device, or, on a rank without source, on that of messages
     names: of `to`: "own" for those of `model_or_state`; for a GPT also "huggingface" or "megatron"
     optimizer, to_optimizer: the models' optimizers; their state and options move, too
     cast: convert tensors of another floating-point dtype
     free_source: free the model's parameters, and its optimizer's state, once they have moved
-    state, to_state: as the models were built with; by default found in their layers
+    state, to_state: as the models were built with; by default found in their layers, else the current one; a
+        model without tensor-parallel layers and marks needs none
     bucket_bytes, buckets: a rank has at most `buckets` messages of `bucket_bytes` in flight, and takes no
         more memory than these
     """
@@ -93,11 +95,13 @@ def reshard(
             raise ValueError(f"expected at least one bucket of one byte, got {buckets} of {bucket_bytes}")
         if names not in ("own", *naming_schemes):
             raise ValueError(f"names: expected one of {', '.join(('own', *naming_schemes))}, got {names!r}")
-        source = Side.of(model_or_state, state)
+        source = Side.of(model_or_state, state, "state")
         source.refuse_freed("has no numbers; move those of the model that it was moved to")
-        if isinstance(to, nn.Module) and source.shards:
-            leave_meta_device(unwrapped(to), next(iter(source.shards.values())).local.device)
-        target = Side.of(to, to_state)
+        if isinstance(to, nn.Module):
+            held = next(iter(source.shards.values()), None)
+            there = exchange_device(c10d.default_group()) if held is None else held.local.device
+            leave_meta_device(unwrapped(to), there)
+        target = Side.of(to, to_state, "to_state")
         if names != "own":
             target.refuse_freed(f"gets memory only where names='own', not {names!r}")
         entries = {} if optimizer is None else OptimizerState(optimizer, source.shards).content()

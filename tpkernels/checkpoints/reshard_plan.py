@@ -35,6 +35,7 @@ from tpkernels.checkpoints.shards import (
     shards_in,
     shards_of,
 )
+from tpkernels.groups.state import ParallelStateError
 from tpkernels.layers.world import State
 from tpkernels.models.config import GPTConfig
 
@@ -73,20 +74,24 @@ class Side:
     padding: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def of(cls, tensors: nn.Module | Tensors | None, state: State) -> Side:
+    def of(cls, tensors: nn.Module | Tensors | None, state: State, option: str) -> Side:
+        """Return the side of a model or a mapping. option: the name of the argument `state`"""
         side, given = cls(), cast(object, tensors)  # callers need not be type-checked
         if given is None:
             return side
         require_one_stage(state)
-        if isinstance(given, nn.Module):
-            _require_known_shards(given)
-            side.add(shards_of(given, state))
-        elif isinstance(given, Mapping):
-            shards, side.together = shards_in(given, state)
-            side.add(shards)
-        else:
-            got = type(given).__name__
-            raise TypeError(f"expected a model, a mapping of tensors by name, or None, got {got}")
+        try:
+            if isinstance(given, nn.Module):
+                _require_known_shards(given)
+                side.add(shards_of(given, state))
+            elif isinstance(given, Mapping):
+                shards, side.together = shards_in(given, state)
+                side.add(shards)
+            else:
+                got = type(given).__name__
+                raise TypeError(f"expected a model, a mapping of tensors by name, or None, got {got}")
+        except ParallelStateError as error:
+            raise ParallelStateError(f"{error}; or pass {option}=, as it was built with") from error
         for name, shard in side.shards.items():
             _require_plain(name, shard.local)
         return side

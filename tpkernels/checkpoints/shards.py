@@ -116,7 +116,10 @@ def shards_of(model: nn.Module, state: State = None) -> dict[str, TensorShard]:
     """Return the shards of parameters and persistent buffers by name; tied tensors have their first name."""
     model = unwrapped(model)
     reshard(model)
-    world = world_of(model, state)
+    if state is None and current_or_none() is None and not _is_split(model):
+        world = TensorWorld(0, 1, None)  # all of its tensors are full
+    else:
+        world = world_of(model, state)
     seen: set[int] = set()
     shards: dict[str, TensorShard] = {}
     for prefix, owner in model.named_modules():
@@ -130,6 +133,13 @@ def shards_of(model: nn.Module, state: State = None) -> dict[str, TensorShard]:
                 raise ValueError(f"'{name}' is on the meta device; call model.to_empty(device=...) first")
             shards[name] = shard_of(name, owner, tensor, world)
     return shards
+
+
+def _is_split(model: nn.Module) -> bool:
+    """Whether a model has tensor-parallel layers, or parameters with Megatron's marks of shards."""
+    return any(isinstance(module, ParallelModule) for module in model.modules()) or any(
+        Attributes.of(parameter).tensor_model_parallel for parameter in model.parameters()
+    )
 
 
 def shards_in(

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from difflib import SequenceMatcher
 from io import TextIOWrapper
@@ -31,6 +32,8 @@ RANKS, RANK = 2, "rank"  # of the self-test; argument of one of its ranks
 # Versions that pyproject.toml allows: the oldest and the newest tested, see docs/ci.md.
 TESTED_TORCH = ("2.11", "2.15")
 TESTED_TRITON = ("3.6", "3.9")
+# The Triton that torch for CUDA requires; torch for CPUs requires none, and pip takes the newest.
+PAIRS = {"2.11": "3.6.0", "2.12": "3.7.0", "2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
 PREFIXES = ("TPKERNELS_", "TRITON_", "TORCH_", "NCCL_", "GLOO_", "CUDA_", "OMP_", "MASTER_", "SLURM_GPU")
 _SWITCH = ("0", "1", "")
 _ANYTHING = ()  # a path, or a number that its reader checks
@@ -271,9 +274,26 @@ def probe_triton() -> Iterator[tuple[Health, str]]:
         yield "problem", f"cannot be imported ({error}): no fused kernels; {install}"
         return
     yield _version("triton", triton.__version__, TESTED_TRITON)
+    with suppress(ImportError):
+        import torch
+
+        if why := _why_not_paired(torch.__version__, triton.__version__):
+            yield "note", why
     if triton.__version__.startswith("3.6.") and tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
         breaks = f"numpy {numpy.__version__} breaks the interpreter of Triton {triton.__version__}"
         yield "note", f"{breaks}: use numpy < 2.4 or Triton 3.7"
+
+
+def _why_not_paired(torch: str, triton: str) -> str:
+    """Say which Triton belongs to a torch, if it is another."""
+    paired = PAIRS.get(_minor(torch))
+    if paired is None or _minor(triton) == _minor(paired):
+        return ""
+    return f"torch {torch} was tried with Triton {paired}, not {triton}: pip install triton=={paired}"
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
 
 
 def probe_extension() -> Iterator[tuple[Health, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -27,6 +28,8 @@ from tpkernels.training.session import Session, escape_controls, require_sizes
 from tpkernels.training.trainer import StepReport
 
 _DTYPES = ("float32", "bfloat16", "float64")
+
+LOGGED = 20  # lines of losses in a log, evenly over the steps, and one every SAID_EVERY seconds
 
 
 def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
@@ -242,17 +245,23 @@ def _run(session: Session, options: Namespace, lines: TextIO | None) -> None:
 
 
 def _steps(session: Session, options: Namespace, lines: TextIO | None) -> list[StepReport]:
-    """Run the steps, with a line of JSON for each; print speed and memory."""
+    """Run the steps, with a line of JSON for each; print speed and memory, without a terminal losses, too."""
     config, speed = session.config, Speed.of_run(session.config, session.device, options.peak_tflops)
     profile = session.profile(options.profile) if options.profile else None
     reports: list[StepReport] = []
-    with Progress("training", config.steps, seconds=SAID_EVERY) as progress, lines or nullcontext():
+    is_log, told = not sys.stdout.isatty(), time.monotonic()
+    with Progress("training", config.steps) as progress, lines or nullcontext():
         for report in session.steps(options.save, options.save_every):
             reports.append(report)
             if session.rank == 0:
                 left = (config.steps - report.step) * report.seconds
                 tokens = report.tokens / report.seconds
-                progress(f"loss {report.loss:.3f}, {tokens:,.0f} tokens/s, {left:.0f} s left")
+                said = f"loss {report.loss:.3f}, {tokens:,.0f} tokens/s, {left:.0f} s left"
+                progress(said)
+                due = report.step % max(1, config.steps // LOGGED) == 0 or len(reports) == 1
+                if is_log and (due or time.monotonic() - told >= SAID_EVERY):
+                    told = time.monotonic()
+                    session.say(f"step {report.step}/{config.steps}: {said}")
             if lines is not None:
                 line: dict[str, Any] = {**asdict(report), **speed.of(report)}
                 if report.step == config.steps:

@@ -99,6 +99,12 @@ def takes(keywords: Any) -> Callable[[Init], Init]:
         def with_options(*args: Any, options: LayerOptions = DEFAULT, **given: Any) -> None:
             if unknown := given.keys() - signature.parameters.keys():
                 layer = type(args[0]).__name__
+                if "config" in unknown:
+                    raise TypeError(
+                        f"{layer}: expected keywords or options=LayerOptions(...), got config=: layers that "
+                        "take Megatron's ModelParallelConfig are in tpkernels.interop.megatron_core "
+                        "(docs/megatron.md#our-layers-inside-megatron-core)"
+                    )
                 raise TypeError(f"{layer}.__init__() got an unexpected keyword argument {min(unknown)!r}")
             fields_given = {name: given.pop(name) for name in names & given.keys()}
             init(*args, **given, options=replace(options, **fields_given))

@@ -17,9 +17,10 @@ steps, a time-out reports it; a collective would match another message.
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -38,19 +39,27 @@ from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.world import State, tensor_world
 from tpkernels.layers.wrappers import groups_with_blocks, is_dtensor, local_of, reshard
 from tpkernels.ops.inputs import unobserved
-from tpkernels.ops.replicas import agree_on, sum_over_ranks_, unlike_first_rank
+from tpkernels.ops.replicas import agree_on, from_all_ranks, sum_over_ranks_, unlike_first_rank
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """This rank's local `main_grad` if there is one, else its local `grad`; None without either."""
-    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
-    gradient = parameter.grad if main_grad is None else main_grad
-    if is_dtensor(gradient) and any(placement.is_partial() for placement in gradient.placements):
+    gradient = _held_gradient(parameter)
+    if is_dtensor(gradient) and _is_partial(gradient):
         raise ValueError(
             f"expected gradients that are summed, got one of {tuple(gradient.shape)} with the placements "
             f"{gradient.placements}; redistribute it to its parameter's placements first"
         )
     return None if gradient is None else local_of(gradient)
+
+
+def _held_gradient(parameter: Tensor) -> Tensor | None:
+    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
+    return parameter.grad if main_grad is None else main_grad
+
+
+def _is_partial(gradient: Tensor | None) -> bool:
+    return is_dtensor(gradient) and any(placement.is_partial() for placement in gradient.placements)
 
 
 def finalize_gradients(module: nn.Module, *, state: State = None) -> None:
@@ -91,20 +100,50 @@ def check_replicas(module: nn.Module, *, state: State = None) -> None:
     reshard(module)
     named = module.named_parameters()
     copies = {name: parameter for name, parameter in named if not is_split_over(world.ranks, parameter)}
+    for name in _described_as_shards(module):
+        copies.pop(name, None)
     if world.size == 1 or not copies:
         return
     held = [(name, local_of(parameter)) for name, parameter in copies.items()]
     agree_on("check_replicas", held, world.group)
     unlike = unlike_first_rank([copy for _, copy in held], world.group)
-    _require_alike(unlike.tolist(), world.ranks, copies)
+
+    def ask(numbers: list[float]) -> list[list[float]]:
+        own = torch.tensor(numbers, dtype=torch.float64, device=held[0][1].device)
+        return from_all_ranks(own, world.group).tolist()
+
+    _require_alike(unlike.tolist(), world.ranks, copies, ask)
+
+
+def _described_as_shards(module: nn.Module) -> Iterator[str]:
+    """Yield names of unmarked parameters that modules of Megatron describe, for checkpoints, as shards."""
+    for prefix, owner in module.named_modules():
+        describe = getattr(owner, "sharded_state_dict", None)
+        own = {n: p for n, p in owner._parameters.items() if p is not None}
+        unmarked = [short for short, p in own.items() if "tensor_model_parallel" not in vars(p)]
+        if not callable(describe) or not unmarked:
+            continue
+        try:
+            described = describe(metadata={"dp_cp_group": None})
+        except Exception:  # of another library, or without its groups: they are compared
+            continue
+        for short in unmarked:
+            entry = described.get(short)
+            if getattr(entry, "local_shape", None) != getattr(entry, "global_shape", None):
+                yield f"{prefix}.{short}".lstrip(".")
 
 
 def _require_alike(
-    rows: Sequence[Sequence[object]], ranks: Sequence[int], copies: Mapping[str, Tensor], when: str = ""
+    rows: Sequence[Sequence[object]],
+    ranks: Sequence[int],
+    copies: Mapping[str, Tensor],
+    ask: Callable[[list[float]], list[list[float]]],
+    when: str = "",
 ) -> None:
     """Raise if replicas differ between ranks.
 
     rows: of each rank, a value for each replica, equal where the replica is
+    ask: exchanges equally many numbers of each rank
     """
     wrong = [i for i, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1]
     if not wrong:
@@ -114,12 +153,64 @@ def _require_alike(
     more = f"; so do {len(wrong) - 1} more of {len(copies)} parameters" if len(wrong) > 1 else ""
     raise RuntimeError(
         f"check_replicas: '{name}' differs between tensor-parallel ranks that hold copies of it. "
-        f"{likely_causes(copy)}. Ranks may also have begun with other weights: one seed, one checkpoint; or "
-        "clipped by torch's clip_grad_norm_, which takes the norm of one rank's shards: clip by "
-        "tpkernels.clip_grad_norm_; or, on GPUs, chosen kernels that differ in the last bit: "
-        f"TPKERNELS_TUNE=0. It differs on rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} from "
-        f"rank {ranks[0]}{more}{when}"
+        f"{_cause_of_drift(copy, ask(_projected_gradient(copy)), ranks)}. "
+        f"It differs on rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} from rank "
+        f"{ranks[0]}{more}{when}"
     )
+
+
+_PROJECTIONS = 8
+# Relative: rounding causes less; norms of ranks' shards, by which torch's clipping scales, differ by more.
+_ALIKE = 1e-4
+
+
+def _projected_gradient(copy: Tensor) -> list[float]:
+    """Return sums of the gradient with several weights: proportional if gradients are; NaN without one."""
+    gradient = _held_gradient(copy)
+    if gradient is None or _is_partial(gradient):
+        return [math.nan] * _PROJECTIONS
+    numbers = local_of(gradient).detach().to_dense().reshape(-1).double()
+    order = torch.arange(1, len(numbers) + 1, dtype=torch.float64, device=numbers.device)
+    return [float((numbers * (order * (each + 1)).cos()).sum()) for each in range(_PROJECTIONS)]
+
+
+def _cause_of_drift(copy: Tensor, projected: Sequence[Sequence[float]], ranks: Sequence[int]) -> str:
+    """Return why a replica differs between ranks, by its gradients, which are still there after a step.
+
+    projected: of each rank's gradient
+    """
+    gradients = torch.tensor(projected, dtype=torch.float64)
+    first = gradients[0]
+    length = first.square().sum()
+    if not gradients.isfinite().all() or not length:
+        return (
+            f"{likely_causes(copy)}. No gradients are there to compare: ranks may also have begun with other "
+            f"weights (one seed, one checkpoint), or clipped by {_TORCH_CLIPS}"
+        )
+    if (gradients == first).all():
+        return (
+            "Its gradients are equal now: ranks have begun with other weights (one seed, one checkpoint), or "
+            "their optimizers have other options"
+        )
+    factors = gradients @ first / length
+    away = (gradients - factors[:, None] * first).square().sum(1).sqrt() / length.sqrt()
+    if copy.numel() > 1 and bool((away <= _ALIKE).all()):
+        far = int((factors - 1).abs().argmax())
+        if abs(float(factors[far]) - 1) <= _ALIKE:
+            return (
+                "Its gradients differ by rounding: on GPUs chosen kernels may differ in the last bit: "
+                "TPKERNELS_TUNE=0"
+            )
+        return (
+            f"Its gradients are proportional, on rank {ranks[far]} {float(factors[far]):.3g} times those of "
+            f"rank {ranks[0]}, as after {_TORCH_CLIPS}"
+        )
+    return f"Its gradients differ, too. {likely_causes(copy)}"
+
+
+_TORCH_CLIPS = (
+    "torch's clip_grad_norm_, which takes the norm of one rank's shards: clip by tpkernels.clip_grad_norm_"
+)
 
 
 def likely_causes(copy: Tensor) -> str:
@@ -133,7 +224,12 @@ def likely_causes(copy: Tensor) -> str:
     ]
     if Attributes.of(copy).sequence_parallel:
         causes.insert(0, causes.pop())
-    return f"Likeliest is {causes[0]}; then {causes[1]}; then {causes[2]}"
+    if "tensor_model_parallel" not in vars(copy):
+        causes.append(
+            "a shard, not a copy, of a module that is not of tpkernels: mark it by "
+            "set_tensor_model_parallel_attributes(parameter, True, dim, 1)"
+        )
+    return f"Likeliest is {'; then '.join(causes)}"
 
 
 def is_split_over(ranks: Sequence[int], parameter: Tensor) -> bool:
@@ -181,7 +277,7 @@ class Watch:
             return
         ranks, copies = found
         try:
-            rows = self._sums_of_all(ranks, list(copies.values()))
+            rows = self._exchanged(ranks, sums_of_bits(list(copies.values())))
         except DistNetworkError as error:  # rank 0 may have ended with the run
             warnings.warn(
                 f"copies of parameters could not be compared: {error}", RuntimeWarning, stacklevel=2
@@ -191,10 +287,14 @@ class Watch:
             counts = ", ".join(f"{len(row)} on rank {rank}" for rank, row in zip(ranks, rows, strict=True))
             raise RuntimeError(f"tensor-parallel ranks hold different numbers of copies: {counts}")
         when = f", after {self._steps} steps of the optimizer ({VARIABLE}={steps_between_checks}; 0: never)"
-        _require_alike(rows, ranks, copies, when)
 
-    def _sums_of_all(self, ranks: Sequence[int], copies: Sequence[Tensor]) -> list[list[bytes]]:
-        """Exchange checksums of replicas through the store; return those of each rank."""
+        def ask(numbers: list[float]) -> list[list[float]]:
+            return [[float(each) for each in row] for row in self._exchanged(ranks, numbers)]
+
+        _require_alike(rows, ranks, copies, ask, when)
+
+    def _exchanged(self, ranks: Sequence[int], numbers: Sequence[float]) -> list[list[bytes]]:
+        """Exchange numbers through the store; return those of each rank, as text."""
         rank, store = dist.get_rank(), c10d.default_store()
         members = "-".join(map(str, ranks))
         if store is not self._store:  # the first look in this world
@@ -203,7 +303,7 @@ class Watch:
             self._number = PrefixStore("tpkernels/optimizers", store).add(f"{members} on {rank}", 1)
         self._looks += 1
         board = PrefixStore(f"tpkernels/copies/{members}/{self._number}", store)
-        board.set(f"{self._looks}/{rank}", " ".join(map(str, sums_of_bits(copies))))
+        board.set(f"{self._looks}/{rank}", " ".join(map(str, numbers)))
         keys = [f"{self._looks}/{member}" for member in ranks]
         timeout = c10d.default_timeout()
         if not are_set(board, keys, timeout):

@@ -17,6 +17,7 @@ def found():
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import layers, mappings, random
+    from megatron.core.transformer import dot_product_attention
 
     without = random.CheckpointWithoutOutput.checkpoint.__globals__
     random.get_cuda_rng_tracker, kept = len, random.get_cuda_rng_tracker
@@ -38,6 +39,7 @@ def found():
         ],
         "streams": [home(random.CudaRNGStatesTracker), home(without["_fork_rng"]), replaced],
         "layers": [home(layers.set_tensor_model_parallel_attributes), home(layers.ColumnParallelLinear)],
+        "attention": home(dot_product_attention.DotProductAttention),
         "groups": sizes,
         "twice": error_of(hook.install)[0],
     }

@@ -1,5 +1,7 @@
 """An import hook: Megatron's `parallel_state` and `tensor_parallel` from tpkernels, the rest its own.
 
+`DotProductAttention` is Megatron's, with a mark on its softmax offsets.
+
     from tpkernels.interop.megatron_core.import_hook import install
     install()  # before anything of Megatron is imported
     from megatron.core import parallel_state, tensor_parallel
@@ -35,6 +37,7 @@ SERVED: Mapping[str, Mapping[str, Sequence[str]]] = {
     f"{_TENSOR}.cross_entropy": {"utilities": ("vocab_parallel_cross_entropy",)},
     f"{_TENSOR}.random": {"rng": ()},
     f"{_TENSOR}.utils": {"utilities": ("gather_split_1d_tensor", "split_tensor_into_1d_equal_chunks")},
+    "megatron.core.transformer.dot_product_attention": {"attention": ("DotProductAttention",)},
     f"{_TENSOR}.layers": {
         "utilities": _ATTRIBUTES,
         "linear": (

@@ -1,6 +1,7 @@
 """Builds our layers where Megatron names its own: in GPTModel, in its spec functions, in users' specs.
 
-Our norms work under sequence parallelism, too, which Megatron's local norm refuses.
+Our norms work under sequence parallelism, too, which Megatron's local norm refuses. Attention stays
+Megatron's; its softmax offsets are marked.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import nn
 
+from tpkernels.interop.megatron_core.attention import DotProductAttention
 from tpkernels.interop.megatron_core.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -45,7 +47,7 @@ def layers() -> Iterator[None]:
 
 def _pairs() -> list[tuple[type[nn.Module], type[nn.Module]]]:
     """Return pairs of Megatron's class and ours."""
-    kinds = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+    kinds = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, DotProductAttention)
     pairs: list[tuple[type[nn.Module], type[nn.Module]]] = [(kind.__base__, kind) for kind in kinds]
     if find_spec("apex") is not None:  # else Megatron does not name it
         from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
@@ -163,6 +165,9 @@ class _SpecProvider(LocalSpecProvider):  # type: ignore[misc] # Megatron is not 
 
     def row_parallel_linear(self) -> type[nn.Module]:
         return RowParallelLinear
+
+    def core_attention(self) -> type[nn.Module]:
+        return DotProductAttention
 
     def layer_norm(
         self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False

@@ -7,6 +7,7 @@ changes   the plan on this rank: modules replaced (hf_modules) or kept; which la
 lora      which layers of peft's adapters an entry of the plan splits
 trial     the plan on copies of the model (twins), with made-up inputs: finds partial gradients (probe), and
           compares outputs and gradients with the unsharded model's (verify); sequence parallelism
+smaller   a smaller model of the same class, for the trial of a large one
 sequence  which modules compute on shards of the tokens (tokens): sequence_parallel
 saving    parameters as DTensors of the unsharded ones; full weights for save_pretrained
 buffers   tied weights and buffers of a model on the meta device, for when it gets memory
@@ -72,8 +73,8 @@ def parallelize(
         the meta device are neither checked nor sent
     verify: example inputs, the same on all ranks: a tensor, a tuple, or a mapping of arguments by name.
         Outputs and gradients of the split model are compared with the unsharded one's in float64. "auto":
-        inputs are made up for models of `transformers`, or that take ids or features, of up to 2**27
-        parameters. False: no comparison
+        inputs are made up for models of `transformers`, or that take ids or features; above 2**27 parameters
+        a smaller model of the class is compared: see `.smaller`. False: no comparison
     sequence_parallel: also shard the tokens of hidden states from the first layer to the last
     as_dtensor: parameters become DTensors over the tensor-parallel dimension of `state`, a DeviceMesh, so
         that torch's own clipping, checkpoints and optimizers see the unsharded model

@@ -19,6 +19,7 @@ from tpkernels.interop.parallelize.changes import planned
 from tpkernels.interop.parallelize.layer_names import Depth, plan_by_names
 from tpkernels.interop.parallelize.plan import (
     ParallelizePlan,
+    listed,
 )
 from tpkernels.interop.parallelize.probe import ParameterNames
 from tpkernels.interop.parallelize.saving import require_dtensors
@@ -106,16 +107,16 @@ def _refusal(model: nn.Module, failed: list[tuple[PossiblePlan, Exception]]) -> 
     for _, error in failed:
         if len(failed) == 1 or isinstance(error, NotCompared):
             return error
-    details = "; ".join(f"{one.name}: {shorten(str(error), 400)}" for one, error in failed)
-    return ValueError(
+    first = (
         f"plan: none of the {len(failed)} that were tried splits {type(model).__name__} correctly. Pass a "
-        f"plan (docs/huggingface.md says how); the model is unchanged. {details}"
+        "plan (docs/huggingface.md says how); the model is unchanged"
     )
+    return ValueError(listed(first, *(f"{one.name}: {shorten(str(error), 400)}" for one, error in failed)))
 
 
 def _tell(one: PossiblePlan, failed: list[tuple[PossiblePlan, Exception]]) -> None:
     for other, error in failed:
-        warn(f"parallelize: {other.name} does not work: {error}. {one.name} does", stacklevel=4)
+        warn(listed(f"parallelize: {other.name} does not work; {one.name} does", str(error)), stacklevel=4)
     if one.whole:
         more = f"; and {len(one.whole) - 1} more like it" if len(one.whole) > 1 else ""
         warn(f"parallelize: {one.name}: {one.whole[0]}{more}", stacklevel=4)

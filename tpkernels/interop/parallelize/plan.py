@@ -239,6 +239,11 @@ def _entry(pattern: str, said: object) -> PlanEntry:
     return said
 
 
+def listed(first: str, *items: str) -> str:
+    """Return the text of a refusal: a first sentence, and a line for each item."""
+    return "\n  - ".join([first, *filter(None, items)])
+
+
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:20])
     return f"{shown} and {len(names) - 20} more" if len(names) > 20 else shown

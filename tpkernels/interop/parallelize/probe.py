@@ -20,6 +20,7 @@ from torch.autograd.graph import Node
 
 from tpkernels.interop.parallelize.changes import Changes
 from tpkernels.interop.parallelize.hf_modules import ModuleChange
+from tpkernels.interop.parallelize.plan import listed
 from tpkernels.interop.parallelize.twins import Inputs, call_model, floating_tensors, trial_context
 
 ParameterNames = frozenset[str]
@@ -40,10 +41,14 @@ def partial_parameters(model: nn.Module, changes: Changes, seen: dict[str, bool]
             continue
         if key not in said and name not in seen and key in beside:
             raise ValueError(
-                f"'{name}' is next to split layers, and no call shows whether its gradient is full or "
-                "partial. Pass verify=example inputs that use it, or give the plan an entry for its "
-                "module: 'replicated', if it works on full features, or 'partial', if on this rank's. "
-                "Reentrant checkpointing in eval mode hides its use; turn checkpointing on afterwards"
+                listed(
+                    f"'{name}' is next to split layers, and no call shows whether its gradient is full or "
+                    "partial",
+                    "pass verify=example inputs that use it, or",
+                    "give the plan an entry for its module: 'replicated', if it works on full features, or "
+                    "'partial', if on this rank's, or",
+                    "turn reentrant checkpointing on afterwards: in eval mode it hides the use",
+                )
             )
         if said.get(key, seen.get(name, False)):
             names.append(name)
@@ -84,18 +89,25 @@ def graph_of_rank(twin: nn.Module, changes: Changes, inputs: Inputs) -> dict[str
     except Exception as error:
         place = (running or [""])[-1] or type(twin).__name__
         raise ValueError(
-            f"plan: '{place}' does not take this rank's features, though it takes all of them. If it reads "
-            "their number from an attribute, give the plan a Divided; otherwise split it, or the layers "
-            f"before it, in another way. It raises {type(error).__name__}: {error}"
+            listed(
+                f"plan: '{place}' does not take this rank's features, though it takes all of them",
+                f"it raises {type(error).__name__}: {error}",
+                "if it reads their number from an attribute, give the plan a Divided; otherwise split it, or "
+                "the layers before it, in another way",
+            )
         ) from error
     found = _walk([*output, *roots], entering, leaving)
     said = {id(p) for module in changes.kept for p in module.parameters()}
     both = [names[p] for p, where in found.items() if len(where) == 2 and p in names and p not in said]
     if both:
+        more = f"; so do {len(both) - 1} more parameters" if len(both) > 1 else ""
         raise ValueError(
-            f"plan: '{both[0]}' reaches full features, and split features without a column before them"
-            f"{f'; so do {len(both) - 1} more parameters' if len(both) > 1 else ''}: their gradients would "
-            "be neither full nor partial. Let its results enter through a column, or split less"
+            listed(
+                f"plan: '{both[0]}' reaches full features, and split features without a column before them"
+                + more,
+                "their gradients would be neither full nor partial",
+                "let its results enter through a column, or split less",
+            )
         )
     return {names[p]: True in where for p, where in found.items() if p in names and p not in replaced}
 

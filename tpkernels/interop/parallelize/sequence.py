@@ -1,8 +1,9 @@
 """Finds the modules that compute on sharded tokens under sequence parallelism, by one call of a copy.
 
 The layers are the modules of the nn.ModuleList with the plan's columns and rows. In a layer, a child with
-split layers, such as attention or an MLP, gets all tokens. All other children, such as norms, must work on
-each token by itself, and get this rank's tokens; so do columns and rows that are children themselves.
+split layers, such as attention or an MLP, gets all tokens; so does a child that holds other modules, such as
+an attention that is not split. All other children, such as norms, must work on each token by itself, and get
+this rank's tokens; so do columns and rows that are children themselves.
 
 A child is plain if it has only columns, one row and modules on this rank's features, if its columns take the
 child's input, and if it returns its row's output. Its all-reduces become transfers of tokens: see `tokens`.
@@ -11,6 +12,8 @@ Other children, such as a mixture of experts, compute as without sequence parall
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -54,6 +57,30 @@ class Sharing:
     whole: tuple[str, ...]
     partial: tuple[str, ...]
 
+    def extended(self, model: nn.Module, name_of: Callable[[str], str]) -> Sharing:
+        """Return the same of a model with more layers. name_of: a layer's name here"""
+        stack = self.layers[0].rpartition(".")[0]
+        layers = [f"{stack}.{number}" for number, _ in enumerate(model.get_submodule(stack).children())]
+        pairs = [(name_of(layer), layer) for layer in layers]
+
+        def in_all(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(
+                layer + name.removeprefix(first)
+                for first, layer in pairs
+                for name in names
+                if name.startswith(f"{first}.")
+            )
+
+        columns = [
+            (layer + name.removeprefix(first), tuple(layer + each.removeprefix(first) for each in taken))
+            for first, layer in pairs
+            for name, taken in self.columns
+            if name.startswith(f"{first}.")
+        ]
+        return Sharing(
+            tuple(layers), tuple(columns), in_all(self.rows), in_all(self.whole), in_all(self.partial)
+        )
+
 
 def share_tokens(model: nn.Module, sharing: Sharing, world: TensorWorld) -> None:
     """Shard the tokens of a split model's layers, as found on a copy."""
@@ -92,7 +119,12 @@ def sharing_of(
     by_features: parameters between columns and rows, which see this rank's features
     """
     layers = _layers(twin, changes)
-    entries = {name: entry for layer in layers for name, entry in _children_of(layer, changes).items()}
+    children = [child for layer in layers for child in twin.get_submodule(layer).children()]
+    shared = {child for child, count in Counter(children).items() if count > 1}
+    entries: dict[str, _LayerChild] = {}
+    for layer in layers:
+        entries |= _children_of(layer, changes)
+        entries |= _unsplit_holders(twin, layer, entries, shared)
     seen = _RecordedCall(ranks, layers, entries)
     seen.watch(twin)
     with trial_context(twin), torch.no_grad(), _NoDrawsForShardedTokens(seen):
@@ -178,6 +210,22 @@ def _children_of(layer: str, changes: Changes) -> dict[str, _LayerChild]:
         if entry.direct and kinds[0] not in ("column", "row"):
             raise ValueError(f"sequence_parallel: '{name}' cannot share tokens: it is a {kinds[0]}")
         entry.plain = "column" in kinds and kinds.count("row") == 1 and set(kinds) == {"column", "row"}
+    return found
+
+
+def _unsplit_holders(
+    model: nn.Module, layer: str, entries: Container[str], shared: Container[nn.Module]
+) -> dict[str, _LayerChild]:
+    """Return a layer's other children that hold modules with parameters, such as an attention.
+
+    shared: modules in several layers
+    """
+    found: dict[str, _LayerChild] = {}
+    for child, module in model.get_submodule(layer).named_children():
+        inner = (part for part in module.modules() if part is not module)
+        name = f"{layer}.{child}"
+        if name not in entries and module not in shared and any(part._parameters for part in inner):
+            found[name] = _LayerChild([], direct=False, plain=False)
     return found
 
 

@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tpkernels.errors import warn
 from tpkernels.interop.parallelize.changes import planned
-from tpkernels.interop.parallelize.plan import ParallelizePlan
+from tpkernels.interop.parallelize.plan import ParallelizePlan, listed
 from tpkernels.interop.parallelize.probe import ParameterNames, graph_of_rank, partial_parameters
 from tpkernels.interop.parallelize.sequence import Sharing, sharing_of
+from tpkernels.interop.parallelize.smaller import Smaller, smaller_of, smaller_plan
 from tpkernels.interop.parallelize.twins import (
     Inputs,
     call_model,
@@ -31,6 +32,7 @@ from tpkernels.ops.replicas import agree_on, unlike_first_rank
 Verify = Inputs | Literal["auto", False]
 
 # A comparison takes 26 bytes for each parameter, with gradients of both models: 3.3 GiB.
+# Above, a smaller model is compared.
 VERIFIED_PARAMETERS = 2**27
 GIVE_INPUTS = "Pass verify=example inputs (a tensor, a tuple, or a mapping of arguments by name)"
 
@@ -54,11 +56,13 @@ class Example:
     """Inputs with which the unsharded model runs, or the reason that it cannot be compared; or neither.
 
     fits: whether the model may be compared: it is small enough, or the caller gave the inputs
+    smaller: is compared instead of a model that does not fit
     lacking: why the model cannot be compared; refusal: the error if it must be
     """
 
     inputs: Inputs | None = None
     fits: bool = True
+    smaller: Smaller | None = None
     lacking: str = ""
     refusal: NotCompared | None = None
 
@@ -77,13 +81,17 @@ class PlanTrial:
         """The caller's example inputs."""
         return None if isinstance(self.verify, str | bool) else self.verify
 
+    def _of(self, smaller: Smaller) -> PlanTrial:
+        return PlanTrial(smaller.model, "auto", self.world, self.state)
+
     def _twin(self, fits: bool) -> nn.Module:
         return twin_of(self.model, device=device_of(self.world) if fits else None)
 
-    def example(self, *, divided: bool = False) -> Example:
+    def example(self, *, divided: bool = False, itself: bool = False) -> Example:
         """Return the first inputs, given or made up, with which a copy of the model runs.
 
         divided: tokens will be sharded: make their number a multiple of the ranks
+        itself: no smaller model in place of a large one
         """
         model, world = self.model, self.world
         if self.verify is False or world.size == 1:
@@ -93,6 +101,18 @@ class PlanTrial:
             _require_same(given, world)
         size = sum(tensor.numel() for tensor in [*model.parameters(), *model.buffers()])
         fits = given is not None or size <= VERIFIED_PARAMETERS
+        unlike = ""
+        if not fits and not itself:
+            smaller: Smaller | None = None
+            try:
+                smaller = smaller_of(model, world.size, device_of(world))
+            except ValueError as error:
+                unlike = shorten(str(error), 300)
+            raise_alike(None, f"a smaller model: {unlike}", world)
+            if smaller is not None:
+                unlike = self._of(smaller).example(divided=divided).lacking
+                if not unlike:
+                    return Example(fits=False, smaller=smaller)
         failed: list[str] = []
         found: Inputs | None = None
         lacking, advice = "", GIVE_INPUTS
@@ -114,15 +134,17 @@ class PlanTrial:
                 lacking = "no inputs with which it runs could be made up"
             elif not fits:
                 lacking = f"it has {size} numbers, and a comparison takes 26 bytes for each"
-        refusal = self._not_compared(lacking, advice, "; ".join(failed)) if lacking else None
+            if unlike:
+                lacking += f"; a smaller {type(model).__name__} does not stand for it: {unlike}"
+        refusal = self._not_compared(lacking, advice, *failed) if lacking else None
         raise_alike(refusal if given is not None else None, f"trying input {len(failed)}, {lacking}", world)
-        return Example(found, fits, lacking, refusal)
+        return Example(found, fits, None, lacking, refusal)
 
-    def _not_compared(self, lacking: str, advice: str, details: str) -> NotCompared:
-        return NotCompared(
+    def _not_compared(self, lacking: str, advice: str, *details: str) -> NotCompared:
+        first = (
             f"verify: {type(self.model).__name__} cannot be compared with its split copy: {lacking}. {advice}"
-            f"{details and '. ' + details}"
         )
+        return NotCompared(listed(first, *details))
 
     def plan(self, plan: ParallelizePlan, example: Example, *, certain: bool) -> ParameterNames:
         """Try a plan on copies; return names of parameters with partial gradients.
@@ -134,6 +156,8 @@ class PlanTrial:
         model, world = self.model, self.world
         if world.size == 1:
             return frozenset()
+        if example.smaller is not None:
+            return self._plan_of_smaller(plan, example.smaller, certain=certain)
         if example.refusal and not certain:
             raise example.refusal
         partial: ParameterNames = frozenset()
@@ -147,7 +171,7 @@ class PlanTrial:
         except ValueError as error:
             problem = error
             if example.refusal and example.inputs is None:
-                problem = NotCompared(f"{example.refusal}. {error}")
+                problem = NotCompared(listed(str(example.refusal), str(error)))
         raise_alike(problem, f"partial gradients of {sorted(partial)}", world)
         is_wanted = example.inputs is not None or example.lacking
         if not is_wanted or dist.get_backend(world.group) == "fake":
@@ -164,6 +188,29 @@ class PlanTrial:
             )
         return partial
 
+    def _plan_of_smaller(self, plan: ParallelizePlan, smaller: Smaller, *, certain: bool) -> ParameterNames:
+        """Do as `plan` on a smaller model; return names of the model's own parameters."""
+        narrow, problem = self._narrow(plan, smaller)
+        raise_alike(None, problem, self.world)
+        if narrow is None:
+            if not certain:
+                raise self._not_compared(problem, GIVE_INPUTS)
+            return self.plan(plan, self.example(itself=True), certain=True)
+        trial = self._of(smaller)
+        partial = trial.plan(narrow, trial.example(), certain=certain)
+        return frozenset(
+            name for name, _ in self.model.named_parameters() if smaller.name_of(name) in partial
+        )
+
+    def _narrow(self, plan: ParallelizePlan, smaller: Smaller) -> tuple[ParallelizePlan | None, str]:
+        """Return the plan for a smaller model, or the reason that there is none."""
+        try:
+            narrow = smaller_plan(self.model, smaller.model, plan)
+            planned(smaller.model, narrow, self.world)
+        except ValueError as error:
+            return None, f"the plan does not fit a smaller {type(self.model).__name__}: {error}"
+        return narrow, ""
+
     def sharing(self, plan: ParallelizePlan, partial: ParameterNames) -> Sharing | None:
         """Try sequence parallelism on copies; return the modules with sharded tokens, None on one rank.
 
@@ -175,17 +222,26 @@ class PlanTrial:
         if world.size == 1:
             return None
         example = self.example(divided=True)
+        if example.smaller is not None:
+            narrow, problem = self._narrow(plan, example.smaller)
+            raise_alike(None, problem, world)
+            if narrow is None:
+                raise self._not_compared(problem, GIVE_INPUTS)
+            there = partial.intersection(name for name, _ in example.smaller.model.named_parameters())
+            found = self._of(example.smaller).sharing(narrow, there)
+            assert found is not None
+            return found.extended(self.model, example.smaller.name_of)
         if example.inputs is None:
             assert example.refusal is not None
             raise example.refusal
         sharing: Sharing | None = None
-        problem: ValueError | None = None
+        wrong: ValueError | None = None
         try:
             twin = self._twin(example.fits)
             sharing = sharing_of(twin, planned(twin, plan, world), example.inputs, partial, world.size)
         except ValueError as error:
-            problem = error
-        raise_alike(problem, f"{sharing}", world)
+            wrong = error
+        raise_alike(wrong, f"{sharing}", world)
         if example.fits and dist.get_backend(world.group) != "fake":
             self._compared(example, plan, partial, sharing)
         return sharing
@@ -222,11 +278,12 @@ class PlanTrial:
         )
         for rank, different in enumerate(differences):
             if different is not None:
-                raise ValueError(
+                first = (
                     f"{subject}: the split model computes something else than the unsharded model. {advice}; "
-                    f"the model is unchanged. On tensor rank {rank}, {different} ({found.tolerance:.0e} is "
-                    f"allowed, in {found.dtype})"
+                    "the model is unchanged"
                 )
+                allowed = f"({found.tolerance:.0e} is allowed, in {found.dtype})"
+                raise ValueError(listed(first, f"on tensor rank {rank}, {different} {allowed}"))
         return ""
 
 

@@ -6,6 +6,7 @@ it has one rank's heads only, returns another shape. The last id of a sequence e
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -125,11 +126,32 @@ def _named(model: Any, config: Any, main: str, batch: int, tokens: int) -> Itera
     if getattr(config, "is_encoder_decoder", False) and hasattr(decoder, "vocab_size"):
         inputs["decoder_input_ids"] = _text(decoder, batch, tokens + 1, decoder.vocab_size)
     yield inputs
+    if main == "pixel_values":  # a model that describes images goes on with a text, as Blip
+        yield from _described(model, config, inputs, batch, tokens)
     if "decoder_input_ids" in inputs:  # a classifier makes them from the encoder's
         yield {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
     if main == "input_ids":  # multiple choice, of two
         yield {main: torch.stack([inputs[main], inputs[main].roll(1, 1)], 1)}
     yield {name: value[:1] for name, value in inputs.items()}  # a classifier that knows no padding
+
+
+def _described(
+    model: Any, config: Any, images: dict[str, Tensor], batch: int, tokens: int
+) -> Iterator[dict[str, Tensor]]:
+    """Yield images with a text after them, without and with places in it for their features."""
+    taken = inspect.signature(model.forward).parameters
+    size = _vocabulary(model, config)
+    if "input_ids" not in taken or size is None:
+        return
+    queries = _held(config, "qformer_config")
+    named = dict(images)
+    if "qformer_input_ids" in taken and queries is not None:
+        named["qformer_input_ids"] = _text(queries, batch, tokens, queries.vocab_size)
+    text = _text(config, batch, tokens, size)
+    place, count = _held(config, "image_token_index"), _held(config, "num_query_tokens")
+    if type(place) is int and type(count) is int:
+        yield named | {"input_ids": torch.cat([torch.full((batch, count), place), text], 1)}
+    yield named | {"input_ids": text}
 
 
 def _sound(config: Any, main: str, batch: int, tokens: int) -> Tensor | None:

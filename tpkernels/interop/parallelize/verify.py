@@ -102,10 +102,11 @@ def difference(
     sum_gradients(model, partial, world)
     if sharing:
         share_tokens(model, sharing, world)
+    running: list[str] = []
     try:
-        split = _run(model, reference.inputs)
+        split = _run(model, reference.inputs, running)
     except Exception as error:
-        return f"it raises {type(error).__name__}: {error}"
+        return f"it raises in '{running[-1] or type(model).__name__}', {type(error).__name__}: {error}"
     shares = {name for name, module in model.named_modules() if module in changes.shared}
     located = _first_output(full, split, change_of, shares, tolerance)
     if len(full.returned) != len(split.returned) or full.returned[0].shape != split.returned[0].shape:
@@ -122,7 +123,9 @@ def difference(
     return _wrong_gradient(expected_gradients, gradients, change_of, order, tolerance)
 
 
-def _run(model: nn.Module, inputs: Inputs) -> ModelOutputs:
+def _run(model: nn.Module, inputs: Inputs, running: list[str] | None = None) -> ModelOutputs:
+    """Call a model. running: gets the names of the modules that are being called"""
+    names = [] if running is None else running
     outputs: dict[tuple[str, int], list[Tensor]] = {}
     calls: dict[str, int] = {}
 
@@ -134,6 +137,11 @@ def _run(model: nn.Module, inputs: Inputs) -> ModelOutputs:
         return hook
 
     handles = [module.register_forward_hook(record(name)) for name, module in model.named_modules() if name]
+    for name, module in model.named_modules():
+        handles.append(
+            module.register_forward_pre_hook(lambda *_, name=name: names.append(name), prepend=True)
+        )
+        handles.append(module.register_forward_hook(lambda *_: names.__delitem__(-1)))
     try:
         with trial_context(model):
             returned = floating_tensors(call_model(model, inputs))
