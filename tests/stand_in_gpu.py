@@ -39,8 +39,8 @@ from bench.streams.device import Device, Event, Program, Step
 from bench.streams.record import torchs_api
 from tests.loopback import VirtualHandle
 from tests.ranks import RankPool
-from tpkernels.comm.transports import select, symmetric
-from tpkernels.dispatch import timing
+from tpkernels.comm.transports import c10d, select, symmetric
+from tpkernels.dispatch import autotune, backends, primitives, timing
 from tpkernels.kernels import interpret, launch_plans
 from tpkernels.kernels import target as targets
 from tpkernels.kernels.target import A100, B200, H100, L40S, MI300, Target
@@ -346,6 +346,23 @@ def _rendezvous(memory: Tensor, group_name: GroupName) -> VirtualHandle:
     return VirtualHandle(memories, group.rank())
 
 
+# of a device
+_CACHED: tuple[Any, ...] = (
+    autotune.autotuner_on,
+    primitives.autotuner_on,
+    backends._resolved,
+    backends._takes_reserved_sms,
+    c10d.processors_of,
+)
+
+
+def _forget() -> None:
+    """Forget what was found out about another machine."""
+    launch_plans.forget()
+    for cached in _CACHED:
+        cached.cache_clear()
+
+
 @contextmanager
 def stand_in(name: str) -> Iterator[StandIn]:
     """Have `torch.cuda` be a GPU of this kind."""
@@ -398,11 +415,11 @@ def stand_in(name: str) -> Iterator[StandIn]:
         entered.enter_context(device)
         entered.enter_context(_OnGpu())
         _current.append(gpu)
-        launch_plans.forget()  # those of another machine
+        _forget()
         try:
             yield gpu
         finally:
-            launch_plans.forget()
+            _forget()
             _current.pop()
             device.close()
 

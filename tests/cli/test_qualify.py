@@ -113,6 +113,7 @@ def test_every_kernel_is_tried_however_little_time_there_is():
         ("scaled_linear_fwd/descriptor/fp8/rows/wait", {"h100"}),
         ("quantize/bf16/e4m3", {"h100", "rtx"}),
         ("bias_grad/bf16", {"a100", "h100", "rtx"}),
+        ("segment_sum/descriptor/bf16/none/one", {"a100", "h100", "rtx"}),
     ],
 )
 def test_a_gpu_is_tried_with_what_it_can_run(name, gpus):
