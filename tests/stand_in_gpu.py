@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count
 from math import prod
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest.mock import patch
@@ -39,6 +40,7 @@ from bench.streams.device import Device, Event, Program, Step
 from bench.streams.record import torchs_api
 from tests.loopback import VirtualHandle
 from tests.ranks import RankPool
+from tpkernels import reserved_sms
 from tpkernels.comm.transports import c10d, select, symmetric
 from tpkernels.dispatch import autotune, backends, primitives, timing
 from tpkernels.kernels import interpret, launch_plans
@@ -353,6 +355,7 @@ _CACHED: tuple[Any, ...] = (
     backends._resolved,
     backends._takes_reserved_sms,
     c10d.processors_of,
+    reserved_sms.measured,
 )
 
 
@@ -410,6 +413,8 @@ def stand_in(name: str) -> Iterator[StandIn]:
         patch.multiple(timing, WARM_UPS=1, FEWEST_ROUNDS=2, MOST_ROUNDS=2),
     ]
     with ExitStack() as entered:
+        folder = entered.enter_context(TemporaryDirectory())
+        entered.enter_context(patch.dict(os.environ, TPKERNELS_CACHE_DIR=folder))
         for change in changes:
             entered.enter_context(change)
         entered.enter_context(device)
