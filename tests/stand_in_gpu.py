@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count
 from math import prod
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest.mock import patch
@@ -39,8 +40,9 @@ from bench.streams.device import Device, Event, Program, Step
 from bench.streams.record import torchs_api
 from tests.loopback import VirtualHandle
 from tests.ranks import RankPool
-from tpkernels.comm.transports import select, symmetric
-from tpkernels.dispatch import timing
+from tpkernels import reserved_sms
+from tpkernels.comm.transports import c10d, select, symmetric
+from tpkernels.dispatch import autotune, backends, primitives, timing
 from tpkernels.kernels import interpret, launch_plans
 from tpkernels.kernels import target as targets
 from tpkernels.kernels.target import A100, B200, H100, L40S, MI300, Target
@@ -346,6 +348,24 @@ def _rendezvous(memory: Tensor, group_name: GroupName) -> VirtualHandle:
     return VirtualHandle(memories, group.rank())
 
 
+# of a device
+_CACHED: tuple[Any, ...] = (
+    autotune.autotuner_on,
+    primitives.autotuner_on,
+    backends._resolved,
+    backends._takes_reserved_sms,
+    c10d.processors_of,
+    reserved_sms.measured,
+)
+
+
+def _forget() -> None:
+    """Forget what was found out about another machine."""
+    launch_plans.forget()
+    for cached in _CACHED:
+        cached.cache_clear()
+
+
 @contextmanager
 def stand_in(name: str) -> Iterator[StandIn]:
     """Have `torch.cuda` be a GPU of this kind."""
@@ -393,16 +413,18 @@ def stand_in(name: str) -> Iterator[StandIn]:
         patch.multiple(timing, WARM_UPS=1, FEWEST_ROUNDS=2, MOST_ROUNDS=2),
     ]
     with ExitStack() as entered:
+        folder = entered.enter_context(TemporaryDirectory())
+        entered.enter_context(patch.dict(os.environ, TPKERNELS_CACHE_DIR=folder))
         for change in changes:
             entered.enter_context(change)
         entered.enter_context(device)
         entered.enter_context(_OnGpu())
         _current.append(gpu)
-        launch_plans.forget()  # those of another machine
+        _forget()
         try:
             yield gpu
         finally:
-            launch_plans.forget()
+            _forget()
             _current.pop()
             device.close()
 

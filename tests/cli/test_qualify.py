@@ -20,6 +20,7 @@ from tpkernels.cli.op_programs import OP_PROGRAMS
 from tpkernels.cli.qualify_ranks import QualifyWorld, check_kernels, check_transports, problems_of
 from tpkernels.comm.schedule import MOST_CHUNKS, even_chunks, parts_of_shard
 from tpkernels.comm.transports.host import HostExchange
+from tpkernels.comm.transports.rendezvous import OVERLAPPING
 from tpkernels.gate.numerics import Computed, NumericCase
 from tpkernels.kernels import linear as linear_kernel
 from tpkernels.kernels import triton_versions
@@ -113,6 +114,7 @@ def test_every_kernel_is_tried_however_little_time_there_is():
         ("scaled_linear_fwd/descriptor/fp8/rows/wait", {"h100"}),
         ("quantize/bf16/e4m3", {"h100", "rtx"}),
         ("bias_grad/bf16", {"a100", "h100", "rtx"}),
+        ("segment_sum/descriptor/bf16/none/one", {"a100", "h100", "rtx"}),
     ],
 )
 def test_a_gpu_is_tried_with_what_it_can_run(name, gpus):
@@ -267,12 +269,11 @@ def test_kernels_are_called_with_the_tiles_of_each_triton(version, monkeypatch):
     assert [(name, failure) for name, _, failure in computed if failure] == []
 
 
-def checks_on_gpu(folder):
-    environment = {"TPKERNELS_CACHE_DIR": folder, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+def checks_on_gpu():
     few = [one for one in problems_of(SEED, 2) if len(one.full[0]) < 100 and one.full[-1].dtype == BF16]
     few = [one for one in few if not one.name.endswith("none")]  # the same but for its last line
     with (
-        patch.dict(os.environ, environment),
+        patch.dict(os.environ, {OVERLAPPING: "1"}),
         patch.object(qualify_ranks, "problems_of", lambda seed, ranks: few),
         patch.multiple(qualify_ranks, DELAYS=(0.0,), CALLS_QUICK=4, GPU_CALL_SECONDS=30.0),
     ):
@@ -281,8 +282,8 @@ def checks_on_gpu(folder):
 
 
 @pytest.mark.parametrize("gpu", sweeping(TARGETS, {"sm_80", "sm_90", "gfx942"}))
-def test_every_check_of_a_gpu_is_called(gpu, ranks2, tmp_path):
-    for checks in RanksOnStandIn(ranks2, gpu).run(checks_on_gpu, str(tmp_path)):
+def test_every_check_of_a_gpu_is_called(gpu, ranks2):
+    for checks in RanksOnStandIn(ranks2, gpu).run(checks_on_gpu):
         assert [check for check in checks if check.status == "wrong"] == []
         tried = {f"{check.part} {check.name}" for check in checks}
         transports = ("c10d", "symmetric", "symmetric-rounds")
