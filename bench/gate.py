@@ -38,7 +38,7 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
         "results", nargs="*", type=Path, metavar="RESULTS", help="of `bench run`; else run it"
     )
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="else bench/baselines/<device>.json")
-    add_number(parser, "--repeat", "runs of what seems slower, it alone", 3, least=0)
+    add_number(parser, "--repeat", "runs of what seems slower, it alone", 5, least=0)
     parser.add_argument("--skip", choices=("timings", "kernels"), help="leave one half out")
     parser.add_argument("--json", type=written_to, metavar="FILE", help="write what was found into FILE")
     update = parser.add_argument_group("a new baseline")
