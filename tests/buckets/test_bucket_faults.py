@@ -158,7 +158,7 @@ def die_before_agreement():
     for check, words in (
         (False, "bucketed_all_reduce_: all_reduce of 1 buckets failed in process group"),
         (True, "could not compare what they bring; a rank died"),
-        (False, "has failed and cannot be used any more: rank 0: CommunicationError: "),
+        (False, "has failed and cannot be used any more: rank 0: RuntimeError: "),
     ):
         kind, text = error_of(bucketed_all_reduce_, [torch.ones(3)], check=check)
         assert kind == "RuntimeError"

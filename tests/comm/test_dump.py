@@ -130,7 +130,7 @@ def test_the_first_failure_of_a_process_is_written_once(dumping, tmp_path):
         said = re.findall(r"^tpkernels: dump \((.*)\)$", text, re.MULTILINE)
         assert len(said) == 1
         assert said[0].startswith(
-            "a call has failed: CommunicationError: ranks have left the common order of calls"
+            "a call has failed: RuntimeError: ranks have left the common order of calls"
         )
         assert re.search(r"call 2 column_linear: gather of x .*, in flight\n", text)
 

@@ -81,8 +81,11 @@ class CannotTakePart(RuntimeError):
     """Raised on all ranks alike when one of them cannot take part in a call; no message is in flight."""
 
 
-class CommunicationError(RuntimeError):
-    """Raised when a rank's rows do not come, or ranks are in different calls. Its text says all there is."""
+def saying_all(text: str) -> RuntimeError:
+    """Return an error of ranks that part ways; how it came to a user's call says nothing more."""
+    error = RuntimeError(text)
+    error.says_all = True  # type: ignore[attr-defined]
+    return error
 
 
 _REFUSALS = ValueError, TypeError, NotImplementedError, CannotTakePart  # of an op that has sent nothing yet
@@ -154,7 +157,7 @@ class Calls:
             cause += f"; {behind}"
             getattr(error, "add_note", str)(behind)  # Python 3.10 has no notes
         self.fail(cause)
-        if isinstance(error, CommunicationError):  # how it came here says nothing to a user
+        if getattr(error, "says_all", False):
             raise error.with_traceback(None) from None
 
     def require_usable(self, op: str) -> None:
@@ -299,7 +302,7 @@ class Calls:
         if group is not None and not is_alive(group) and not self.inherited:
             torch.ops.tpkernels.end_backends(group.boxed(), _LONGEST_WAIT)
 
-    def differing(self, ours: bytes, theirs: bytes, peer: int) -> CommunicationError:
+    def differing(self, ours: bytes, theirs: bytes, peer: int) -> RuntimeError:
         """Return the error of two headers that differ."""
         (number, noted, _), text = read_header(ours)
         (other_number, other_noted, _), other_text = read_header(theirs)
@@ -311,7 +314,7 @@ class Calls:
                     f"before call {number}, '{text}', ranks {self.rank} and {peer} were given other data, or "
                     f"one of them refused an op; the last that this rank noted is '{self._last_note}'"
                 )
-        return CommunicationError(
+        return saying_all(
             f"ranks have left the common order of calls: {said}; every rank must make the same calls, with "
             "equal requires_grad, shapes, options and ids (TPKERNELS_DEBUG=1 compares them before each)"
         )
@@ -434,7 +437,7 @@ class Call:
             with suppress(RuntimeError):  # a peer has left after its last call: a next one would raise
                 calls.post_receives(self.group, AHEAD)
 
-    def blaming(self, peer: int | str, what: str, error: RuntimeError) -> CommunicationError:
+    def blaming(self, peer: int | str, what: str, error: RuntimeError) -> RuntimeError:
         """Return an error that names the rank at fault. what: with a place for its number"""
         calls = self.calls
         cause = calls.first_failure() or error
@@ -443,9 +446,9 @@ class Call:
         )
 
 
-def blaming(op: str, what: str, where: str, rank: int, ranks: int, cause: object) -> CommunicationError:
+def blaming(op: str, what: str, where: str, rank: int, ranks: int, cause: object) -> RuntimeError:
     """Return an error that names the rank whose rows did not come."""
-    return CommunicationError(
+    return saying_all(
         f"{op}: {what}: it died, came too late, or left the common order of calls. Ranks are numbered within "
         f"{where}, where this is {rank} of {ranks}. Cause: {cause_of(cause)}"
     )

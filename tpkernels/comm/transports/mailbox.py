@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.comm.calls import Call, CommunicationError, blaming, handshake
+from tpkernels.comm.calls import Call, blaming, handshake
 from tpkernels.comm.schedule import CODE_BITS, SLOTS, Plan, Round, slot_of
 from tpkernels.comm.transports.memory import ALIGNED_WORDS, Departing, Landing, Mailbox, Words
 from tpkernels.comm.transports.memory import Layout as Layout
@@ -281,7 +281,7 @@ class MailboxDelivery:
     def before_kernels_wait(self) -> None:
         """Wait, on the host or in the stream, for all that a kernel cannot wait for."""
 
-    def late_chunk(self, chunk: int, cause: str) -> CommunicationError:
+    def late_chunk(self, chunk: int, cause: str) -> RuntimeError:
         """Return the error of a chunk that did not arrive."""
         exchange, problem = self.exchange, self.problem()
         if first := self.call is not None and self.call.calls.first_failure():
