@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.checks import error_of
 from tests.on_ranks import on_ranks
+from tpkernels.comm import calls
 from tpkernels.comm.tensor_parallel import TensorParallel
 from tpkernels.comm.transports.c10d import MESSAGE, PointToPoint
 from tpkernels.comm.transports.rows import Terms
@@ -61,3 +64,12 @@ def test_an_error_of_ranks_apart_has_few_frames_of_ours():
     frames = [frame for frame in raised.traceback if "/tpkernels/" in str(frame.path)]
     assert 1 < len(frames) <= 3
     assert (raised.value.__cause__, raised.value.__suppress_context__) == (None, True)
+
+
+@on_ranks(2)
+def test_an_interrupt_leaves_no_calls_that_outlive_their_group():
+    """Another group may get its id."""
+    group = dist.new_group()
+    with patch.object(calls, "finalize", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        calls.calls_of(group)
+    assert id(group) not in calls.CALLS_OF

@@ -482,8 +482,9 @@ def calls_of(group: ProcessGroup) -> Calls:
     """Return the calls of a group; all that use it share them."""
     found = CALLS_OF.get(id(group))
     if found is None:
-        found = CALLS_OF[id(group)] = Calls(group)
-        finalize(group, _forget, id(group))  # another group may get the id
+        found = Calls(group)
+        finalize(group, _forget, id(group))  # another group may get the id; before it is known, as of Ctrl-C
+        CALLS_OF[id(group)] = found
         if found.ranks > 1 and found.nccl_backends():
             _watch.start()
     return found

@@ -246,8 +246,9 @@ def _agreed(op: str, group: ProcessGroup, against_sharing: str) -> Exchanges:
     for left in list(_of_group.values()):
         if not left.is_alive():  # destroyed, and held by somebody
             left.close()
-    exchanges = _of_group[id(group)] = Exchanges(group, transport, against_sharing, machines)
-    finalize(group, _forget, id(group))  # also at exit
+    exchanges = Exchanges(group, transport, against_sharing, machines)
+    finalize(group, _forget, id(group))  # also at exit; before it is known, as of Ctrl-C
+    _of_group[id(group)] = exchanges
     return exchanges
 
 
