@@ -16,7 +16,7 @@ from torch.profiler import profile
 import tpkernels
 from bench.streams.cases import all_programs
 from tests.on_ranks import on_ranks
-from tpkernels import journal, testing
+from tpkernels import journal
 from tpkernels.comm.transports import select
 from tpkernels.dispatch import backends, log
 from tpkernels.explanation import CallsRead, Explanation
@@ -235,9 +235,9 @@ def test_time_of_a_gpu_that_hides_transfers(trace, expected):
 @pytest.mark.parametrize(
     ("name", "ways", "hiding"),
     [
-        ("column, sequence-parallel/c10d, 1 rounds/eager/2 ranks", {"1 collective"}, 0),
-        ("mlp, sequence-parallel/symmetric/captured/2 ranks", {"a kernel waits", "a kernel stores"}, 1),
-        ("row, sequence-parallel/symmetric-rounds, 2 rounds/captured/2 ranks", {"2 rounds"}, 1),
+        ("column, sequence-parallel/c10d, 1 rounds/eager/2 ranks", ["1 collective"], [0]),
+        ("mlp, sequence-parallel/symmetric/captured/2 ranks", ["a kernel waits", "a kernel stores"], [1, 1]),
+        ("row, sequence-parallel/symmetric-rounds, 2 rounds/captured/2 ranks", ["2 rounds"], [1]),
     ],
 )
 def test_ways_of_gpus_are_told(name, ways, hiding):
@@ -245,9 +245,5 @@ def test_ways_of_gpus_are_told(name, ways, hiding):
     with journal.read_by(read):
         all_programs()[name]()
     call = read.calls[0]
-    assert {each.way.removeprefix("symmetric memory, ") for each in call.transfers} == ways
-    assert all(len(read.hidden_behind.get(each, ())) >= hiding for each in call.transfers)
-
-
-def test_modules_of_testing_are_public():
-    assert tpkernels.testing is testing
+    assert [each.way.removeprefix("symmetric memory, ") for each in call.transfers] == ways
+    assert [len(read.hidden_behind.get(each, ())) for each in call.transfers] == hiding

@@ -49,17 +49,18 @@ class ToldTransport:
     def reduce(self, call: Call, terms: Terms, bias: Tensor | None, *, at_once: bool) -> Reduce:
         # a kernel that stores rows where they belong sends while it computes
         self._transfer.is_sent = isinstance(self._transport, Mailboxes) and self._transport.pushes
-        with self._step("transfer"):
-            reducing = self._transport.reduce(call, self._counted(terms), bias, at_once=at_once)
-            self._transfer.is_sent = True
-        reducing.watch(self._waiting)
-        return reducing
+        return self._summing(
+            lambda counted: self._transport.reduce(call, counted, bias, at_once=at_once), terms
+        )
 
     def all_reduce(self, call: Call, terms: Terms, bias: Tensor | None) -> Reduce:
         """Start an all-reduce of a backend that adds."""
         transport: BackendSums = self._transport  # type: ignore[assignment]  # no other transport has it
+        return self._summing(lambda counted: transport.all_reduce(call, counted, bias), terms)
+
+    def _summing(self, start: Callable[[Terms], Reduce], terms: Terms) -> Reduce:
         with self._step("transfer"):
-            reducing = transport.all_reduce(call, self._counted(terms), bias)
+            reducing = start(self._counted(terms))
             self._transfer.is_sent = True
         reducing.watch(self._waiting)
         return reducing
