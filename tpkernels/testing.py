@@ -50,7 +50,12 @@ def assert_overlapped(*ops: str) -> Iterator[None]:
             for transfer in bare
         )
         raise AssertionError(f"no product hides {len(bare)} of {len(transfers)} transfers:{listed}")
-    if trace is not None and not (found := hidden_time(_of_device(trace))).hidden:
+    if trace is None:
+        return
+    found = hidden_time(_of_device(trace))
+    if not found.moving:
+        raise AssertionError("a trace of the GPU shows no transfer: is its profiler (CUPTI) there?")
+    if not found.hidden:
         raise AssertionError(
             "products were issued while rows were in flight, but no kernel ran then: transfers took "
             f"{found.moving:.0f} us on the GPU"

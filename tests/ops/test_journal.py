@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 from torch.nn import functional
 from torch.profiler import profile
 
@@ -230,6 +233,38 @@ PRODUCT = Running("gemm", 7, 10.0, 30.0)
 )
 def test_time_of_a_gpu_that_hides_transfers(trace, expected):
     assert hidden_time(trace) == expected
+
+
+@pytest.mark.parametrize(
+    ("trace", "said"),
+    [
+        ([("gemm", 7, 10, 30), ("nccl", 13, 20, 50)], ""),
+        ([("gemm", 7, 10, 30), ("nccl", 13, 30, 50)], "no kernel ran then: transfers took 20 us"),
+        ([("gemm", 7, 10, 30)], "shows no transfer"),
+    ],
+    ids=["beside", "afterwards", "no_transfer"],
+)
+@on_ranks(2)
+def test_a_trace_of_a_gpu_decides_in_eager_calls(trace, said):
+    events = [
+        SimpleNamespace(
+            name=name,
+            device_resource_id=stream,
+            device_type=DeviceType.CUDA,
+            time_range=SimpleNamespace(start=float(start), end=float(end)),
+        )
+        for name, stream, start, end in trace
+    ]
+    mlp = model()
+    traced = nullcontext(SimpleNamespace(events=lambda: events))
+    with (
+        patch.object(torch.cuda, "is_available", lambda: True),
+        patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+        patch.object(tpkernels.testing, "profile", lambda activities: traced),
+        pytest.raises(AssertionError, match=said) if said else nullcontext(),
+        assert_overlapped("column_linear"),
+    ):
+        mlp(torch.randn(MANY, FEATURES))
 
 
 @pytest.mark.parametrize(
