@@ -40,6 +40,23 @@ def layer_norm_reordered(
     row = tl.program_id(0)
     x = tl.load(x_ptr + row * stride + at, mask=inside, other=0.0, eviction_policy=HINT).to(tl.float32)
     centred = x - tl.sum(x, 0) / columns
+    variance = tl.sum(tl.where(inside, centred * centred, 0.0), 0) / columns
+    bias = tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * stride + at, centred * tl.rsqrt(variance + EPS) * weight + bias, mask=inside)
+
+
+@triton.jit
+def layer_norm_early(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, stride, columns,
+    BLOCK: tl.constexpr, EPS: tl.constexpr = 1e-5, WIDE: tl.constexpr = False, HINT: tl.constexpr = "evict_first",
+):  # fmt: skip
+    """The same with weight and bias loaded before the second sum."""
+    at = tl.arange(0, BLOCK)
+    inside = at < columns
+    row = tl.program_id(0)
+    x = tl.load(x_ptr + row * stride + at, mask=inside, other=0.0, eviction_policy=HINT).to(tl.float32)
+    centred = x - tl.sum(x, 0) / columns
     bias = tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
     variance = tl.sum(tl.where(inside, centred * centred, 0.0), 0) / columns
@@ -120,7 +137,7 @@ def linear(
 ):  # fmt: skip
     """y = x @ w.T, a tile a program.
 
-    EDIT: "scale" the sums at each step; "convert" weights to x's dtype; "norm" of rows of x; "gelu" of y
+    EDIT: "scale" the sums at each step; "convert" weights to x's dtype; "gelu" of y
     """
     tile, across = tl.program_id(0), tl.cdiv(N, BLOCK_N)
     first = tile // (GROUP * across) * GROUP
@@ -130,21 +147,17 @@ def linear(
     depth = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + (rows % M).to(tl.int64)[:, None] * stride_x + depth[None, :]
     w_ptrs = w_ptr + (columns % N).to(tl.int64)[None, :] * stride_w + depth[:, None]
-    sums, squares = tl.zeros((BLOCK_M, BLOCK_N), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, tl.cdiv(K, BLOCK_K)):
         x = tl.load(x_ptrs, mask=depth[None, :] < K - k * BLOCK_K, other=0.0)
         w = tl.load(w_ptrs, mask=depth[:, None] < K - k * BLOCK_K, other=0.0)
         if EDIT == "convert":
             w = w.to(x.dtype)
-        if EDIT == "norm":
-            squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
         if EDIT == "scale":
             sums *= tl.load(scale_ptr + k)
         sums = tl.dot(x, w, sums, input_precision=PRECISION)
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K
-    if EDIT == "norm":
-        sums *= tl.rsqrt(squares / K)[:, None]
     if EDIT == "gelu":
         sums = 0.5 * sums * (1 + tl.erf(sums * 0.7071067811865476))
     inside = (rows < M)[:, None] & (columns < N)[None, :]
@@ -154,14 +167,13 @@ def linear(
 
 @triton.jit
 def persistent_linear(
-    x_desc, w_desc, y_desc, z_ptr, M, N, K,
+    x_desc, w_desc, y_desc, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     FLATTEN: tl.constexpr = True, EPILOGUE: tl.constexpr = "store",
 ):  # fmt: skip
     """y = x @ w.T, a tile after the other, whose halves are stored one by one.
 
-    EPILOGUE: "store"; "reduce" adds to y, and "add" reads y first; "together" and "in turn" say when halves of z
-    are loaded that y is multiplied by
+    EPILOGUE: "store"; "reduce" adds to y; "add" reads y first
     """
     PART: tl.constexpr = BLOCK_N // 2
     across = tl.cdiv(N, BLOCK_N)
@@ -171,26 +183,15 @@ def persistent_linear(
         for k in range(0, K, BLOCK_K):
             sums = tl.dot(x_desc.load([i, k]), w_desc.load([j, k]).T, sums)
         lower, upper = tl.reshape(sums, (BLOCK_M, 2, PART)).permute(0, 2, 1).split()
-        z_ptrs = z_ptr + (i + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None] * N + j + tl.arange(0, PART)[None, :]
         if EPILOGUE == "reduce":
             y_desc.atomic_add([i, j], lower.to(y_desc.dtype))
             y_desc.atomic_add([i, j + PART], upper.to(y_desc.dtype))
         else:
-            if EPILOGUE == "together":
-                first, second = tl.load(z_ptrs), tl.load(z_ptrs + PART)
-            if EPILOGUE == "in turn":
-                first = tl.load(z_ptrs)
             if EPILOGUE == "add":
-                first = y_desc.load([i, j])
-            if EPILOGUE != "store":
-                lower *= first
+                lower += y_desc.load([i, j])
             y_desc.store([i, j], lower.to(y_desc.dtype))
-            if EPILOGUE == "in turn":
-                second = tl.load(z_ptrs + PART)
             if EPILOGUE == "add":
-                second = y_desc.load([i, j + PART])
-            if EPILOGUE != "store":
-                upper *= second
+                upper += y_desc.load([i, j + PART])
             y_desc.store([i, j + PART], upper.to(y_desc.dtype))
 
 
