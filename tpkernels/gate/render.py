@@ -40,18 +40,14 @@ class Page:
 def text(page: Page) -> str:
     table = page.table
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    ]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
     others = [
         f"{'FAIL' if row.fails else 'ok':<5}{row.name}: {change.severity}: {change.text}"
         for row in page.rows
         for change in row.changes
     ]
-    return "\n".join(
-        [page.title, "", *lines, *[""][: len(lines)], *others, *[""][: len(others)], page.summary]
-    )
+    parts = (page.title, "\n".join(lines), "\n".join(others), page.summary)
+    return "\n\n".join(filter(None, parts))
 
 
 def markdown(page: Page) -> str:
