@@ -13,8 +13,6 @@ import inspect
 import re
 import sys
 import time
-import zlib
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -48,8 +46,6 @@ SHARED_LIMIT: Mapping[str, int] = {
     "gfx942": 65_536,
 }
 ARCHITECTURES = tuple(SHARED_LIMIT)
-CLOCKED = ("sm_90",)  # whose machine code `gate.clock` can read, and is kept for it
-CUBINS = "cubins"  # of the user's caches
 DIED = "the compiler died"
 TOGETHER = 8  # jobs, whose machine code is disassembled at once
 
@@ -108,7 +104,6 @@ class Facts:
     seconds: float  # that compiling took
     threads: int = 0  # a block; 0: not known
     blocks: int | None = None  # that an SM holds; None: not known
-    cubin: str = ""  # a hash of the machine code, where it is clocked
     pipeline: tuple[int, ...] = ()  # buffers of each operand that is copied ahead of its loop, most first
     # see `loops.Loops`
     loops: int = 0
@@ -208,17 +203,6 @@ def facts_kept(entry: Entry, architecture: str) -> Facts | None:
         return None
 
 
-def machine_code_of(entry: Entry, architecture: str) -> bytes:
-    """The cubin of one entry that is clocked: from the user's cache, or compiled and put there."""
-    job = CompileJob(entry, architecture)
-    kept = DiskCache.of_user(CUBINS).get(compile_key(entry, architecture))
-    if isinstance(kept, str):
-        return zlib.decompress(b64decode(kept))
-    made = _made(job)
-    made.kept()
-    return made.code
-
-
 @dataclass(frozen=True, slots=True)
 class _Made:
     """What Triton compiled."""
@@ -242,11 +226,9 @@ class _Made:
         return nvidia_facts(self.compiled, self.seconds, self.job.architecture)
 
     def kept(self) -> Facts:
-        """The facts, put into the user's cache; so is the machine code of what is clocked."""
-        facts, key = self.facts(), compile_key(self.job.entry, self.job.architecture)
-        if self.job.architecture in CLOCKED:  # some tens of kilobytes each
-            DiskCache.of_user(CUBINS).put(key, b64encode(zlib.compress(self.code)).decode())
-        DiskCache.of_user("facts").put(key, facts.as_json())
+        """The facts, put into the user's cache."""
+        facts = self.facts()
+        DiskCache.of_user("facts").put(compile_key(self.job.entry, self.job.architecture), facts.as_json())
         return facts
 
 
@@ -377,7 +359,6 @@ def nvidia_facts(compiled: Any, seconds: float, architecture: str) -> Facts:
         blocks=min(
             occupancy.blocks_by_limit(architecture, registers, threads, shared).values(), default=None
         ),
-        cubin=hashlib.sha256(code).hexdigest() if architecture in CLOCKED else "",
         pipeline=loops.copied_ahead(compiled.asm["ttgir"]),
         loops=turns.loops,
         loop=turns.mix,
