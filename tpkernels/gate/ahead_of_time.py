@@ -115,6 +115,8 @@ class Facts:
     loop: Mapping[str, int] = field(default_factory=dict)
     load_bytes: int = 0
     load_waits: int = 0
+    rest: Mapping[str, int] = field(default_factory=dict)
+    tile_loops: int = 0
 
     def count(self, instruction: str) -> int:
         return self.instructions.get(instruction, 0)
@@ -381,6 +383,8 @@ def nvidia_facts(compiled: Any, seconds: float, architecture: str) -> Facts:
         loop=turns.mix,
         load_bytes=turns.load_bytes,
         load_waits=turns.load_waits,
+        rest=turns.rest,
+        tile_loops=turns.tile_loops,
     )
 
 
@@ -404,6 +408,8 @@ def _amd(compiled: Any, seconds: float) -> Facts:
         pipeline=loops.copied_ahead(compiled.asm["ttgir"]),
         loops=turns.loops,
         loop=turns.mix,
+        rest=turns.rest,
+        tile_loops=turns.tile_loops,
     )
 
 

@@ -24,6 +24,7 @@ PRODUCTS = ("v_mfma", "HMMA", "QMMA", "HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA")
 GROWN = 0.1  # of a loop's instructions, or of one kind: more is worse
 NOTED = 0.02
 MUCH = 0.25  # of what threads exchange, or of the waits for loads
+LEAST = 16  # instructions of a kind outside the loops
 FEWER_LOADS = 0.2  # of the bytes that an SM has in flight
 EXCHANGED = 0.05  # more of the instructions exchange data
 # kinds by which data changes places between threads
@@ -53,6 +54,7 @@ def changes(before: Facts, after: Facts, architecture: str) -> list[Change]:
     found += _occupancy(before, after, architecture)
     found += _loads(before, after)
     found += _loop(before, after)
+    found += _rest(before, after)
     if not found and (others := ", ".join(_counts(before, after))):
         found.append(Change("instructions", f"other instructions: {others}", "note"))
     return sorted(found, key=lambda change: -SEVERITIES.index(change.severity))
@@ -120,7 +122,8 @@ def _pipeline(before: Facts, after: Facts) -> Iterator[Change]:
     if sum(now) < sum(was) and in_all[1] >= in_all[0]:
         yield Change("pipeline", f"{text}, in {blocks[1]} blocks an SM instead of {blocks[0]}", "note")
     else:
-        yield Change("pipeline", text, "worse" if sum(now) < sum(was) else "better")
+        severity: Severity = "severe" if len(now) < len(was) else "worse"
+        yield Change("pipeline", text, severity if sum(now) < sum(was) else "better")
 
 
 def _each(depths: tuple[int, ...]) -> list[str]:
@@ -251,6 +254,24 @@ def _loop(before: Facts, after: Facts) -> Iterator[Change]:
         yield Change("loop", text, "better")
 
 
+def _rest(before: Facts, after: Facts) -> Iterator[Change]:
+    """What lies outside the inner loops, where both have some: mostly an epilogue."""
+    if not before.loops or not after.loops:
+        return
+    if before.tile_loops == 1 and after.tile_loops == 2:
+        text = (
+            "the loop over tiles is no longer one with that over depth: copies wait for the last tile's end"
+        )
+        yield Change("tiles", text, "worse")
+    elif before.tile_loops == 2 and after.tile_loops == 1:
+        yield Change("tiles", "the loop over tiles is one with that over depth", "better")
+    threads = after.threads / before.threads if before.threads and after.threads else 1.0
+    pairs = {kind: (before.rest.get(kind, 0), after.rest.get(kind, 0) * threads) for kind in loops.REST}
+    if grown := {kind: pair for kind, pair in pairs.items() if pair[1] > (1 + MUCH) * pair[0] + LEAST}:
+        text = f"what lies outside the inner loop grew: {_told(grown, grown)}"
+        yield Change("epilogue", text, "worse")
+
+
 def _counted(kind: str, before: Facts, after: Facts, scale: float) -> tuple[int, float]:
     return before.loop.get(kind, 0), after.loop.get(kind, 0) * scale
 
@@ -262,7 +283,7 @@ def _has_grown(pair: tuple[int, float]) -> bool:
 def _told(grown: Mapping[str, tuple[int, float]], kinds: Iterable[str]) -> str:
     """Those that grew most."""
     most = sorted(kinds, key=lambda kind: grown[kind][0] - grown[kind][1])
-    return ", ".join(f"{kind} {grown[kind][0]} to {grown[kind][1]:.3g}" for kind in most[:3])
+    return ", ".join(f"{kind} {grown[kind][0]} to {grown[kind][1]:,.0f}" for kind in most[:3])
 
 
 def _counts(before: Facts, after: Facts) -> Iterator[str]:
