@@ -74,7 +74,7 @@ CHANGES = {
     ),
     "one_operand_fewer": (
         (PRODUCT, replace(PRODUCT, pipeline=(4,))),
-        ("worse", "2 operands were copied ahead, 1 are"),
+        ("severe", "2 operands were copied ahead, 1 are"),
     ),
     "serialised": (
         (PRODUCT, replace(PRODUCT, in_flight=0)),
@@ -86,7 +86,7 @@ CHANGES = {
     ),
     "serialised_by_an_operand": (
         (PRODUCT, replace(PRODUCT, pipeline=(4,), in_flight=0)),
-        ("worse", "2 operands were copied ahead, 1 are"),
+        ("severe", "2 operands were copied ahead, 1 are"),
     ),
     "loads_of_an_epilogue": (
         (replace(PRODUCT, load_bytes=256), replace(PRODUCT, load_bytes=128)),

@@ -27,6 +27,7 @@ MUCH = 0.25  # of what threads exchange, or of the waits for loads
 LEAST = 16  # instructions of a kind outside the loops
 FEWER_LOADS = 0.2  # of the bytes that an SM has in flight
 EXCHANGED = 0.05  # more of the instructions exchange data
+OTHERS = ("stack", "threads", "blocks", "loops", "tile_loops", "load_bytes", "load_waits")
 # kinds by which data changes places between threads
 EXCHANGES = ("shared stores", "shared loads", "shuffles", "barriers")
 COSTLY = ("special functions", "conversions")  # with a fraction of the throughput of others
@@ -291,6 +292,8 @@ def _counts(before: Facts, after: Facts) -> Iterator[str]:
     for was, now, where in (
         (before.instructions, after.instructions, ""),
         (before.loop, after.loop, " in the loop"),
+        (before.rest, after.rest, " outside"),
+        *(({name: getattr(before, name) or 0}, {name: getattr(after, name) or 0}, "") for name in OTHERS),
     ):
         for name in sorted(was.keys() | now.keys()):
             if was.get(name, 0) != now.get(name, 0):

@@ -75,9 +75,7 @@ class Loops(NamedTuple):
     load_bytes: int  # of plain loads from global memory that a thread has in flight at most
     load_waits: int  # as in `mix`, of the whole kernel
     rest: dict[str, int]  # instructions of `REST` that are not in `mix`: an epilogue's, mostly
-    tile_loops: (
-        int  # around what is stored: 2 where the loop over tiles holds that over depth, 1 if they are one
-    )
+    tile_loops: int  # around what is stored: 2 where the loop over tiles holds that over depth; 1 if one
 
 
 class _Instruction(NamedTuple):
