@@ -160,6 +160,29 @@ CHANGES = {
         (PRODUCT, loop_of(PRODUCT, all=90, others=70)),
         ("better", "the inner loop has 10 % fewer instructions: 100 to 90"),
     ),
+    "a_longer_epilogue": (
+        (
+            replace(PRODUCT, rest={"floats": 64}),
+            replace(PRODUCT, rest={"floats": 300, "special functions": 32}),
+        ),
+        ("worse", "what lies outside the inner loop grew: floats 64 to 300, special functions 0 to 32"),
+    ),
+    "an_epilogue_of_half_the_threads": (
+        (replace(PRODUCT, rest={"floats": 64}), replace(PRODUCT, rest={"floats": 128}, threads=128)),
+        ("worse", "256 to 128 threads a block: occupancy 12 to 6 %"),
+    ),
+    "a_little_more_of_an_epilogue": (
+        (replace(PRODUCT, rest={"stores": 4}), replace(PRODUCT, rest={"stores": 16})),
+        ("note", "other instructions: stores outside 16, was 4"),
+    ),
+    "a_loop_around_that_of_depth": (
+        (replace(PRODUCT, tile_loops=1), replace(PRODUCT, tile_loops=2)),
+        ("worse", "the loop over tiles is no longer one with that over depth: "),
+    ),
+    "no_loop_around_that_of_depth": (
+        (replace(PRODUCT, tile_loops=2), replace(PRODUCT, tile_loops=1)),
+        ("better", "the loop over tiles is one with that over depth"),
+    ),
     "other_code": (
         (PRODUCT, replace(PRODUCT, instructions=PRODUCT.instructions | {"all": 901})),
         ("note", "other instructions: all 901, was 900"),
