@@ -1,7 +1,7 @@
-"""`python -m bench record_regressions`: is what made kernels slower told, and nothing of those that are as fast?
+"""`python -m bench record_regressions`: is each kernel told that became slower, and none that did not?
 
-The facts of each side lie in facts.json, as the Triton that is named there compiled it. `--record` makes those
-of the installed Triton anew; another one may be installed for it in a folder of its own:
+Facts of each side lie in facts.json, as the side's Triton compiled it. `--record` makes those of the
+installed Triton anew; others may be installed for it in folders of their own:
 
     pip install --target FOLDER --no-deps triton==3.6.0
     PYTHONPATH=FOLDER python -m bench record_regressions --record

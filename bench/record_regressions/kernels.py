@@ -14,7 +14,7 @@ import triton.language as tl
 @triton.jit
 def layer_norm(
     x_ptr, weight_ptr, bias_ptr, y_ptr, stride, columns,
-    BLOCK: tl.constexpr, EPS: tl.constexpr = 1e-5, WIDE: tl.constexpr = False, HINT: tl.constexpr = "evict_first",
+    BLOCK: tl.constexpr, EPS: tl.constexpr, WIDE: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if WIDE:
@@ -32,7 +32,7 @@ def layer_norm(
 @triton.jit
 def layer_norm_reordered(
     x_ptr, weight_ptr, bias_ptr, y_ptr, stride, columns,
-    BLOCK: tl.constexpr, EPS: tl.constexpr = 1e-5, WIDE: tl.constexpr = False, HINT: tl.constexpr = "evict_first",
+    BLOCK: tl.constexpr, EPS: tl.constexpr, WIDE: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     """The same with independent statements in another order."""
     at = tl.arange(0, BLOCK)
@@ -49,7 +49,7 @@ def layer_norm_reordered(
 @triton.jit
 def layer_norm_early(
     x_ptr, weight_ptr, bias_ptr, y_ptr, stride, columns,
-    BLOCK: tl.constexpr, EPS: tl.constexpr = 1e-5, WIDE: tl.constexpr = False, HINT: tl.constexpr = "evict_first",
+    BLOCK: tl.constexpr, EPS: tl.constexpr, WIDE: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     """The same with weight and bias loaded before the second sum."""
     at = tl.arange(0, BLOCK)

@@ -62,9 +62,10 @@ def side(
 ) -> Side:
     arguments = dict(_types(types))
     aligned = frozenset(name for name, kind in arguments.items() if kind.startswith(("*", "i")))
-    form = "descriptor" if "tensordesc" in types else "pointer"
     return Side(
-        Entry(kernel, KERNELS, kernel, form, arguments, aligned, constants, num_warps, num_stages, (gpu,))
+        Entry(
+            kernel, KERNELS, kernel, "pointer", arguments, aligned, constants, num_warps, num_stages, (gpu,)
+        )
     )
 
 
@@ -78,7 +79,14 @@ def _types(text: str) -> Iterable[tuple[str, str]]:
 
 
 def linear(m: int, n: int, k: int, num_warps: int, num_stages: int, types: str = LINEAR) -> Side:
-    constants = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "GROUP": 8, "EDIT": "none", "PRECISION": "ieee"}
+    constants: dict[str, Constant] = {
+        "BLOCK_M": m,
+        "BLOCK_N": n,
+        "BLOCK_K": k,
+        "GROUP": 8,
+        "EDIT": "none",
+        "PRECISION": "ieee",
+    }
     return side("linear", types, constants, num_warps, num_stages)
 
 
@@ -86,7 +94,13 @@ def persistent(y: str = "bf16", num_stages: int = 3) -> Side:
     boxes = (
         f"tensordesc<bf16[128,64]> x_desc; tensordesc<bf16[256,64]> w_desc; tensordesc<{y}[128,128]> y_desc"
     )
-    constants = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "FLATTEN": True, "EPILOGUE": "store"}
+    constants: dict[str, Constant] = {
+        "BLOCK_M": 128,
+        "BLOCK_N": 256,
+        "BLOCK_K": 64,
+        "FLATTEN": True,
+        "EPILOGUE": "store",
+    }
     return side("persistent_linear", f"{boxes}; i32 M N K", constants, 8, num_stages)
 
 
@@ -140,20 +154,19 @@ REGRESSIONS = (
     Pair(
         "layer-norm-upgrade",
         *(norm.by("3.6.0"), norm),
-        "triton 11127, B200, 57-64 to 90 us: mixed fp16 and fp32 additions take 72 registers, not 64; an SM holds one block",
+        "triton 11127, B200, 57-64 to 90 us: fp16 added to fp32 takes 72 registers, not 64: one block an SM",
         ("occupancy",),
     ),
     Pair(
         "product-upgrade",
         *(large.by("3.5.1"), large.by("3.6.0")),
-        "triton 9757, H20, +35 % by 3.6.0, cause unknown; its kernel compiles alike here, but of this product "
-        "ptxas serialises wgmma",
+        "triton 9757, H20, +35 % by 3.6, cause unknown (its kernel compiles alike here): wgmma is serialised",
         ("products",),
     ),
     Pair(
         "maxima-upgrade",
         *(maxima.by("3.5.1"), maxima.by("3.6.0")),
-        "triton 9703, H100 and B300: rows that TMA loads are spread over warps, so a maximum takes 17 shuffles, not 1",
+        "triton 9703, H100, B300: TMA spreads rows over warps, so a maximum takes 17 shuffles, not 1",
         ("exchanges",),
     ),
     Pair(
@@ -171,7 +184,7 @@ REGRESSIONS = (
     Pair(
         "attention-backward-upgrade",
         *(attention_bwd.by("3.8.0"), attention_bwd.by("3.9.0")),
-        "facebookexperimental/triton 1129, H100, -18 %, of which only commits are public; 3.9 spills twice as much",
+        "fb-triton 1129, H100, -18 %, of which only commits are public; here 3.9 spills twice as much",
         ("spills",),
     ),
     Pair(

@@ -29,7 +29,7 @@ outputs = ["y"]
 MISTAKES = {
     "no_toml": ("[kernels.scale]", "[kernels.scale", r": Expected '\]'"),
     "no_kernels": (SOUND, "", r": kernels: expected tables such as"),
-    "key_of_the_file": (SOUND, "budget = 'b.json'" + SOUND, ": budget: unknown; known are budgets, kernels"),
+    "key_of_the_file": (SOUND, "budget = 'b.json'" + SOUND, ": budget: unknown; known are budgets, "),
     "budgets": (SOUND, "budgets = 3" + SOUND, ": budgets: expected the path of a file, got 3"),
     "name": ("kernels.scale]", 'kernels."a scale"]', "a scale: name: expected letters, digits"),
     "unknown_key": ("rules =", "rule =", "scale: rule: unknown; known are kernel, signature, "),
@@ -69,7 +69,7 @@ MISTAKES = {
     "descriptor": (
         'x = "*bf16"',
         'x = "tensordesc<bf16[1, 2, 64]>"',
-        "shapes.x: expected 3 sizes, as its desc",
+        "shapes.x: expected 3 sizes",
     ),
     "tolerance": ("outputs", "tolerance = { bf16 = 2 }\noutputs", "tolerance.bf16: expected a part of 1"),
     "fill": ("outputs", 'fill = { x = "random" }\noutputs', "fill.x: expected normal, .*got 'random'"),
