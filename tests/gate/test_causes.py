@@ -128,6 +128,21 @@ CHANGES = {
         (ROWS, replace(ROWS, instructions=ROWS.instructions | {"STG": 20, "STG.128": 4})),
         ("worse", "a store is narrower: 4 x 16 and 16 x 4 bytes instead of 8 x 16"),
     ),
+    "narrower_of_the_narrow": (
+        (
+            replace(ROWS, instructions={"LDG": 6, "LDG.128": 2}),
+            replace(ROWS, instructions={"LDG": 10, "LDG.128": 2, "LDG.U16": 8}),
+        ),
+        ("worse", "a load is narrower: 2 x 16 and 8 x 2 bytes instead of 2 x 16 and 4 x 4"),
+    ),
+    "wider_loads": (
+        (replace(ROWS, instructions=ROWS.instructions | {"LDG": 16, "LDG.64": 16, "LDG.128": 0}), ROWS),
+        ("better", "a load is wider: 8 x 16 bytes instead of 16 x 8"),
+    ),
+    "scalar_loads_beside": (
+        (ROWS, replace(ROWS, instructions=ROWS.instructions | {"LDG": 14})),
+        ("note", "other instructions: LDG 14, was 8"),
+    ),
     "loads_one_by_one": (
         (ROWS, replace(ROWS, load_bytes=16, load_waits=8)),
         ("worse", "loads in flight 128 to 16 bytes a thread"),
