@@ -68,7 +68,6 @@ LESS = {
     "tpkernels doctor": None,  # tests/cli/test_doctor.py
     "tpkernels qualify": None,  # tests/cli/test_qualify.py runs this very command
     "tpkernels check --config": None,  # tests/cli/test_check_config.py does
-    "tpkernels clock": None,  # tests/cli/test_clock.py
     "tpkernels train": [
         "--size",
         "hidden_size=16",

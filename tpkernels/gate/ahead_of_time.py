@@ -13,17 +13,16 @@ import inspect
 import re
 import sys
 import time
-import zlib
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from tpkernels.gate import disassembly, occupancy, ptx_flow, triton_ir
+from tpkernels.gate import disassembly, loops, occupancy, ptx_flow, triton_ir
 from tpkernels.gate.child import one_line_error
 from tpkernels.gate.disassembly import NoDisassembler, disassemble, disassemble_ahead
 from tpkernels.gate.disk_cache import DiskCache
@@ -47,9 +46,8 @@ SHARED_LIMIT: Mapping[str, int] = {
     "gfx942": 65_536,
 }
 ARCHITECTURES = tuple(SHARED_LIMIT)
-CLOCKED = ("sm_90",)  # whose machine code `gate.clock` can read, and is kept for it
-CUBINS = "cubins"  # of the user's caches
 DIED = "the compiler died"
+TOGETHER = 8  # jobs, whose machine code is disassembled at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +104,14 @@ class Facts:
     seconds: float  # that compiling took
     threads: int = 0  # a block; 0: not known
     blocks: int | None = None  # that an SM holds; None: not known
-    cubin: str = ""  # a hash of the machine code, where it is clocked
+    pipeline: tuple[int, ...] = ()  # buffers of each operand that is copied ahead of its loop, most first
+    # see `loops.Loops`
+    loops: int = 0
+    loop: Mapping[str, int] = field(default_factory=dict)
+    load_bytes: int = 0
+    load_waits: int = 0
+    rest: Mapping[str, int] = field(default_factory=dict)
+    tile_loops: int = 0
 
     def count(self, instruction: str) -> int:
         return self.instructions.get(instruction, 0)
@@ -126,8 +131,45 @@ class Facts:
 def compile_all(
     jobs: Sequence[CompileJob], processes: int, report: Callable[[CompileJob], None]
 ) -> list[Facts | str]:
-    """The facts of each job, or in words why there are none; `report` hears of each as it is done."""
-    return results_of(facts_or_error, jobs, processes, report, DIED)
+    """The facts of each job, or in words why there are none; `report` hears of each as it is done.
+
+    Without any to do, no process starts. Where there are many, some at a time are disassembled at once; those
+    of a process that died are done one by one.
+    """
+    results: dict[int, Facts | str] = {}
+    for number, job in enumerate(jobs):
+        if (known := _remembered(job)) is not None:
+            results[number] = known
+            report(job)
+    todo = [number for number in range(len(jobs)) if number not in results]
+    size = max(1, min(TOGETHER, len(todo) // (2 * processes)))
+    runs = [[*run] for _, run in groupby(todo, lambda number: jobs[number].architecture)]
+    together = [run[at : at + size] for run in runs for at in range(0, len(run), size)]
+
+    def done(some: Sequence[CompileJob]) -> None:
+        for job in some:
+            report(job)
+
+    batches = [[jobs[number] for number in batch] for batch in together]
+    found: list[list[Facts | str] | None] = results_of(facts_together, batches, processes, done, None)
+    lost = [number for batch, facts in zip(together, found, strict=True) if facts is None for number in batch]
+    one_by_one = [jobs[number] for number in lost]
+    alone: list[Facts | str] = results_of(facts_or_error, one_by_one, processes, lambda job: None, DIED)
+    for batch, facts in zip(together, found, strict=True):
+        results |= zip(batch, facts or [], strict=False)
+    results |= zip(lost, alone, strict=True)
+    return [results[number] for number in range(len(jobs))]
+
+
+def _remembered(job: CompileJob) -> Facts | None:
+    """What the user's cache has of a job, if that can be told here."""
+    entry = job.entry
+    if entry.folder or entry.module not in sys.modules:  # one that is not ours may do anything on import
+        return None
+    try:
+        return facts_kept(entry, job.architecture)
+    except Exception:  # kernels are interpreted here, or it cannot be compiled: `facts_or_error` says why
+        return None
 
 
 def facts_or_error(job: CompileJob) -> Facts | str:
@@ -161,17 +203,6 @@ def facts_kept(entry: Entry, architecture: str) -> Facts | None:
         return None
 
 
-def machine_code_of(entry: Entry, architecture: str) -> bytes:
-    """The cubin of one entry that is clocked: from the user's cache, or compiled and put there."""
-    job = CompileJob(entry, architecture)
-    kept = DiskCache.of_user(CUBINS).get(compile_key(entry, architecture))
-    if isinstance(kept, str):
-        return zlib.decompress(b64decode(kept))
-    made = _made(job)
-    made.kept()
-    return made.code
-
-
 @dataclass(frozen=True, slots=True)
 class _Made:
     """What Triton compiled."""
@@ -195,11 +226,9 @@ class _Made:
         return nvidia_facts(self.compiled, self.seconds, self.job.architecture)
 
     def kept(self) -> Facts:
-        """The facts, put into the user's cache; so is the machine code of what is clocked."""
-        facts, key = self.facts(), compile_key(self.job.entry, self.job.architecture)
-        if self.job.architecture in CLOCKED:  # some tens of kilobytes each
-            DiskCache.of_user(CUBINS).put(key, b64encode(zlib.compress(self.code)).decode())
-        DiskCache.of_user("facts").put(key, facts.as_json())
+        """The facts, put into the user's cache."""
+        facts = self.facts()
+        DiskCache.of_user("facts").put(compile_key(self.job.entry, self.job.architecture), facts.as_json())
         return facts
 
 
@@ -257,7 +286,7 @@ def compile_key(entry: Entry, architecture: str) -> str:
     source = ast_source(entry)
     source.attrs = dict(sorted(source.attrs.items()))  # Triton hashes them in the order they come in
     key = get_cache_key(source, backend, options, variables)
-    readers = (disassembly, occupancy, ptx_flow, triton_ir)
+    readers = (disassembly, loops, occupancy, ptx_flow, triton_ir)
     files = (__file__, *(reader.__file__ for reader in readers))
     ours = b"".join(Path(str(file)).read_bytes() for file in files)
     return hashlib.sha256(f"{triton.__version__} {architecture} {key}".encode() + ours).hexdigest()
@@ -313,6 +342,7 @@ def nvidia_facts(compiled: Any, seconds: float, architecture: str) -> Facts:
     assert usage, "cuobjdump without a line of resource usage"
     mix = disassembly.sass_mix(listing)
     registers, threads, shared = int(usage[1]), _threads(compiled), compiled.metadata.shared
+    turns = loops.nvidia_loops(listing)
     return Facts(
         registers=registers,
         stack=int(usage[2]),
@@ -329,13 +359,20 @@ def nvidia_facts(compiled: Any, seconds: float, architecture: str) -> Facts:
         blocks=min(
             occupancy.blocks_by_limit(architecture, registers, threads, shared).values(), default=None
         ),
-        cubin=hashlib.sha256(code).hexdigest() if architecture in CLOCKED else "",
+        pipeline=loops.copied_ahead(compiled.asm["ttgir"]),
+        loops=turns.loops,
+        loop=turns.mix,
+        load_bytes=turns.load_bytes,
+        load_waits=turns.load_waits,
+        rest=turns.rest,
+        tile_loops=turns.tile_loops,
     )
 
 
 def _amd(compiled: Any, seconds: float) -> Facts:
     assembly = compiled.asm["amdgcn"]
     registers, stack, spills = disassembly.amd_resources(assembly)
+    turns = loops.amd_loops(assembly)
     return Facts(
         registers=registers,
         stack=stack,
@@ -349,6 +386,11 @@ def _amd(compiled: Any, seconds: float) -> Facts:
         unordered_flags=(),
         seconds=seconds,
         threads=_threads(compiled),
+        pipeline=loops.copied_ahead(compiled.asm["ttgir"]),
+        loops=turns.loops,
+        loop=turns.mix,
+        rest=turns.rest,
+        tile_loops=turns.tile_loops,
     )
 
 

@@ -108,9 +108,8 @@ def _inspected(item: ItemOfChild) -> Answer:
         )
     if kernel.is_gluon():
         raise ConfigError("kernel", f"{item['kernel']} is written in Gluon, which is not checked")
-    for key in ("oracle", "workload"):
-        if item[key] and not callable(function := imported_attribute(key, item[key])):
-            raise ConfigError(key, f"expected a function, {item[key]} is {_kind(function)}")
+    if item["oracle"] and not callable(function := imported_attribute("oracle", item["oracle"])):
+        raise ConfigError("oracle", f"expected a function, {item['oracle']} is {_kind(function)}")
     return asdict(Inspected.of(kernel))
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 from tpkernels.files import read_text
 from tpkernels.gate.ahead_of_time import Entry
-from tpkernels.gate.clock.workload import Workload
-from tpkernels.gate.clocking import Launching
+from tpkernels.gate.causes import SEVERITIES, Severity
 from tpkernels.gate.compile_gate import Suite
 from tpkernels.gate.user_kernels import children
 from tpkernels.gate.user_kernels.entries import Inspected, entry_of
 from tpkernels.gate.user_kernels.record import ConfigError, FunctionPath, OwnKernel
 from tpkernels.gate.user_kernels.table import own_kernel
-from tpkernels.gate.user_kernels.workload import OwnWorkload
+
+FAILS: Severity = "worse"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class Config:
     path: Path
     budgets: Path
     kernels: tuple[OwnKernel, ...]
+    fails: Severity = FAILS  # the least that makes `check --compare` red
     imported: bool = False  # whether modules may be imported in this process: they are this package's
     cases: FunctionPath | None = None
 
@@ -52,14 +53,24 @@ def read(path: Path) -> Config:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(str(path), reason) from error
     for key in tables:
-        if key not in ("budgets", "kernels"):
-            raise ConfigError(f"{path}: {key}", "unknown; known are budgets, kernels")
+        if key not in ("budgets", "compare", "kernels"):
+            raise ConfigError(f"{path}: {key}", "unknown; known are budgets, compare, kernels")
     budgets, kernels = tables.get("budgets", f"{path.stem}-budgets.json"), tables.get("kernels")
     if not isinstance(budgets, str):
         raise ConfigError(f"{path}: budgets", f"expected the path of a file, got {budgets!r}")
     if not isinstance(kernels, Mapping) or not kernels:
         raise ConfigError(f"{path}: kernels", "expected tables such as [kernels.softmax], got none")
-    return Config(path, path.parent / budgets, tuple(_kernel(path, *pair) for pair in kernels.items()))
+    own = tuple(_kernel(path, *pair) for pair in kernels.items())
+    return Config(path, path.parent / budgets, own, _fails(path, tables.get("compare", {})))
+
+
+def _fails(path: Path, table: Any) -> Severity:
+    """What [compare] says."""
+    for severity in SEVERITIES[1:]:
+        if table in ({}, {"fails": severity}):
+            return severity if table else FAILS
+    expected = ", ".join(f'"{severity}"' for severity in SEVERITIES[1:])
+    raise ConfigError(f"{path}: compare", f"expected fails = one of {expected}; got {table!r}")
 
 
 def _kernel(path: Path, name: str, table: Any) -> OwnKernel:
@@ -92,36 +103,10 @@ def _registered(path: Path) -> Mapping[str, Any]:
     return answer
 
 
-@dataclass(frozen=True, slots=True)
-class ByFunction:
-    """A launching that a function makes where it is clocked: modules of others are imported there alone."""
-
-    place: FunctionPath
-    entry: Entry
-
-    def text(self) -> str:
-        return self._made().text()
-
-    def workload(self) -> Workload:
-        return self._made().workload()
-
-    def _made(self) -> Launching:
-        made: Launching = children.imported_attribute("workload", self.place)(self.entry)
-        return made
-
-
 def suite_of(chosen: Config) -> Suite:
     """The kernels of a config, ready to compile; ConfigError says what is wrong in what it names."""
-    kernels = {own.name: own for own in chosen.kernels}
-
-    def launching(entry: Entry) -> Launching | None:
-        own = kernels[entry.name]
-        if own.workload:
-            return ByFunction(own.workload, entry)
-        return OwnWorkload(own, tuple(entry.arguments)) if own.sizes else None
-
     entries = {entry.name: entry for entry in _entries(chosen)}
-    return Suite(chosen.path.name, entries, chosen.budgets, launching)
+    return Suite(chosen.path.name, entries, chosen.budgets)
 
 
 def _entries(chosen: Config) -> Iterable[Entry]:
@@ -139,7 +124,7 @@ def inspect_kernels(
 ) -> Iterable[tuple[OwnKernel, Inspected | ConfigError]]:
     """Each kernel with what it says of itself, or with what is wrong in its table."""
     own = list(kernels)
-    items = [{"kernel": one.kernel, "oracle": one.oracle, "workload": one.workload} for one in own]
+    items = [{"kernel": one.kernel, "oracle": one.oracle} for one in own]
     if folder is None:
         told: Iterable[children.Answer | str] = map(children.answered, items)
     else:
