@@ -23,7 +23,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from tpkernels.gate import disassembly, occupancy, ptx_flow, triton_ir
+from tpkernels.gate import (
+    compiler_faults,
+    disassembly,
+    occupancy,
+    products_in_flight,
+    ptx_flow,
+    triton_ir,
+)
 from tpkernels.gate.child import one_line_error
 from tpkernels.gate.disassembly import NoDisassembler, disassemble, disassemble_ahead
 from tpkernels.gate.disk_cache import DiskCache
@@ -107,6 +114,7 @@ class Facts:
     threads: int = 0  # a block; 0: not known
     blocks: int | None = None  # that an SM holds; None: not known
     cubin: str = ""  # a hash of the machine code, where it is clocked
+    miscompiled: tuple[str, ...] = ()  # what is wrong in machine code, see `compiler_faults`; () on AMD
 
     def count(self, instruction: str) -> int:
         return self.instructions.get(instruction, 0)
@@ -257,7 +265,7 @@ def compile_key(entry: Entry, architecture: str) -> str:
     source = ast_source(entry)
     source.attrs = dict(sorted(source.attrs.items()))  # Triton hashes them in the order they come in
     key = get_cache_key(source, backend, options, variables)
-    readers = (disassembly, occupancy, ptx_flow, triton_ir)
+    readers = (compiler_faults, disassembly, occupancy, products_in_flight, ptx_flow, triton_ir)
     files = (__file__, *(reader.__file__ for reader in readers))
     ours = b"".join(Path(str(file)).read_bytes() for file in files)
     return hashlib.sha256(f"{triton.__version__} {architecture} {key}".encode() + ours).hexdigest()
@@ -330,6 +338,9 @@ def nvidia_facts(compiled: Any, seconds: float, architecture: str) -> Facts:
             occupancy.blocks_by_limit(architecture, registers, threads, shared).values(), default=None
         ),
         cubin=hashlib.sha256(code).hexdigest() if architecture in CLOCKED else "",
+        miscompiled=compiler_faults.miscompiled(
+            compiled.asm["ptx"], listing, architecture, compiler_faults.ptxas_of(architecture)
+        ),
     )
 
 
