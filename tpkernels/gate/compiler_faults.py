@@ -104,11 +104,12 @@ _PACKED_SUM = re.compile(r"\b(VIADD\.16x2 [^;]*, 0x0)\s*;")
 
 def _lost_in_packed_sums(_ptx: str, sass: str) -> Iterator[str]:
     """A constant that is 0 is written RZ: an immediate of 0 was another number."""
-    for found in dict.fromkeys(_PACKED_SUM.findall(sass)):
-        yield f"`{found}` adds nothing: the constant of a packed 16-bit sum is lost"
+    if "VIADD.16x2" in sass:
+        for found in dict.fromkeys(_PACKED_SUM.findall(sass)):
+            yield f"`{found}` adds nothing: the constant of a packed 16-bit sum is lost"
 
 
-_SUM = re.compile(r"\b(?:mul|add|sub|fma)(?:\.rn)?(?:\.ftz)?\.f32\s+([^;]*\b0f[^;]*);")
+_SUM = re.compile(r"\s*(?:@!?%p\d+\s+)?(?:mul|add|sub|fma)(?:\.rn)?(?:\.ftz)?\.f32\s")
 _CONSTANT = re.compile(r"\b0f([0-9A-F]{8})\b")
 _NEVER = re.compile(r"\bmov\.pred\s+%p\d+, 0;")  # what it guards is dropped, with its constants
 _NUMBER = re.compile(r"(?<![\w.\[-])-?(\d+(?:\.\d+)?(?:e[+-]\d+)?)(?![\w.])")
@@ -118,19 +119,26 @@ _HALVES = re.compile(r"\bHFMA2\S* R\d+, -RZ, RZ, (-?[\d.e+-]+), (-?[\d.e+-]+)\s*
 
 def _lost_in_sums(ptx: str, sass: str) -> Iterator[str]:
     """Constants of fp32 that arrive nowhere; those of few bits may have become another instruction."""
-    words = {int(word, 16) & 0x7FFFFFFF for text in _SUM.findall(ptx) for word in _CONSTANT.findall(text)}
-    wanted = {word for word in words if word & 0xFFF and word < 0x7F800000}  # finite
-    if not wanted or _NEVER.search(ptx):
+    lines = [line for line in ptx.splitlines() if "0f" in line and _SUM.match(line)]
+    words = {int(word, 16) & 0x7FFFFFFF for line in lines for word in _CONSTANT.findall(line)}
+    wanted = {word: _fp32(word) for word in words if word & 0xFFF and word < 0x7F800000}  # finite
+    lost = [word for word, value in wanted.items() if f"{value:.20g}" not in sass and hex(word) not in sass]
+    if not lost or _NEVER.search(ptx):
         return
-    arrived = {int(word, 16) & 0x7FFFFFFF for word in _WORD.findall(sass)}
+    arrived = {int(word, 16) & 0x7FFFFFFF for word in _WORD.findall(sass)}  # also in other words
     for number in {float(text) for text in set(_NUMBER.findall(sass))}:
         with suppress(OverflowError):
             arrived.add(int.from_bytes(struct.pack("<f", number), "little"))
     for high, low in set(_HALVES.findall(sass)):
         arrived.add(int.from_bytes(struct.pack("<ee", float(low), float(high)), "little") & 0x7FFFFFFF)
-    for word in sorted(wanted - arrived):
-        (value,) = struct.unpack("<f", word.to_bytes(4, "little"))
-        yield f"the constant {value:.9g} of an fp32 sum or product in PTX is lost: it is nowhere in SASS"
+    for word in sorted({*lost} - arrived):
+        told = f"the constant {wanted[word]:.9g} of an fp32 sum or product in PTX"
+        yield f"{told} is lost: it is nowhere in SASS"
+
+
+def _fp32(word: int) -> float:
+    (value,) = struct.unpack("<f", word.to_bytes(4, "little"))
+    return float(value)
 
 
 _LOST_NEGATION = re.compile(r"\b(VIMNMX3(?:\.\w+)* R\d+, (R\d+)(?:\.reuse)?, \2(?:\.reuse)?, [^;]*)\s*;")
@@ -138,7 +146,7 @@ _LOST_NEGATION = re.compile(r"\b(VIMNMX3(?:\.\w+)* R\d+, (R\d+)(?:\.reuse)?, \2(
 
 def _lost_negations(ptx: str, sass: str) -> Iterator[str]:
     """max(x, x, y) stands where max(x, -x, y) was meant."""
-    if "neg.s32" in ptx:
+    if "VIMNMX3" in sass and "neg.s32" in ptx:
         for found, _register in dict.fromkeys(_LOST_NEGATION.findall(sass)):
             yield f"`{found}` compares a number with itself: the negation in max(x, -x) is lost"
 
