@@ -88,7 +88,7 @@ def _cure(fault: Fault, ptxas: Ptxas) -> str:
         return f"; assembled by ptxas {ptxas}"
     first, fixed = (".".join(map(str, version)) for version in (fault.first, fault.fixed))
     known = f"; ptxas {first} until {fixed} is known for it ({fault.report})"
-    if fault.first <= ptxas.version < fault.fixed:
+    if ptxas.version < fault.fixed:
         return f"{known}, this is {ptxas}: set {ptxas.variable} to that of CUDA {fixed} or later"
     return f"{known}, this is {ptxas}"
 
@@ -167,7 +167,7 @@ def _kept_masks(_ptx: str, sass: str) -> Iterator[str]:
 
 
 FAULTS = (
-    Fault(_races, ("sm_90",), (12, 8), (13, 3), f"{TRITON}/pull/11781"),
+    Fault(_races, ("sm_90",), (12, 9), (13, 3), f"{TRITON}/pull/11781"),
     Fault(_lost_in_packed_sums, ("sm_90", "sm_100", "sm_120"), (12, 8), (13, 3), f"{TRITON}/issues/11581"),
     Fault(_lost_in_sums, NVIDIA),
     Fault(
