@@ -38,7 +38,7 @@ def test_this_installation_is_healthy():
     run = report("--json")
     assert run.returncode == 0, run.stdout
     found = findings(run)
-    for name in ("python", "torch", "gpu", "triton", "extension", "self-test", "compiler"):
+    for name in ("python", "torch", "gpu", "triton", "ptxas", "extension", "self-test", "compiler"):
         assert found[name][0] in ("ok", "note")
     assert found["self-test"] == ("ok", "2 gloo processes formed a group and agreed")
 

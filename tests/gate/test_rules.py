@@ -69,6 +69,11 @@ BROKEN = {  # rule, facts, architecture, where it is not asked for, what is told
 }
 
 
+def test_wrong_machine_code_is_told_without_a_rule():
+    assert [*violations((), "sm_90", replace(FACTS, miscompiled=("R24 is read",)))] == ["R24 is read"]
+    assert [*violations((), "sm_90", FACTS)] == []
+
+
 def test_every_rule_is_tried():
     tried = {rule.partition(":")[0] for rule, *_ in BROKEN.values()}
     assert tried == {*RULES, *RULES_WITH_VALUE}

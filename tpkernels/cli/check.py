@@ -71,6 +71,7 @@ def main(options: Namespace) -> int:
 
     from tpkernels.gate import compile_gate, numerics, report
     from tpkernels.gate.ahead_of_time import ARCHITECTURES
+    from tpkernels.gate.compiler_faults import ptxas_in_use
     from tpkernels.gate.user_kernels.config import read, suite_of
     from tpkernels.gate.user_kernels.record import ConfigError
     from tpkernels.registered import entries
@@ -93,6 +94,7 @@ def main(options: Namespace) -> int:
             where = f" on {options.arch}" if options.arch else ""
             raise BadUse(f"nothing{where} has {options.only!r} in its name")
         versions = {name: import_module(name).__version__ for name in ("tpkernels", *PACKAGES)}
+        versions["ptxas"] = ptxas_in_use()
         seconds = time.perf_counter() - start
         return 1 if report.tell(versions, checked, computed, seconds, options.json) else 0
 

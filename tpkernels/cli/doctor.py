@@ -284,6 +284,14 @@ def probe_triton() -> Iterator[tuple[Health, str]]:
         yield "note", f"{breaks}: use numpy < 2.4 or Triton 3.7"
 
 
+def probe_ptxas() -> Iterator[tuple[Health, str]]:
+    """What Triton makes machine code with, of whose faults `check` tells."""
+    with suppress(ImportError):  # of which the probe of Triton tells
+        from tpkernels.gate.compiler_faults import ptxas_in_use
+
+        yield "ok", ptxas_in_use()
+
+
 def _why_not_paired(torch: str, triton: str) -> str:
     """Say which Triton belongs to a torch, if it is another."""
     paired = PAIRS.get(_minor(torch))
@@ -339,6 +347,7 @@ PROBES: dict[str, Callable[[], Iterator[tuple[Health, str]]]] = {
     "gpu": probe_gpu,
     "peers": probe_peers,
     "triton": probe_triton,
+    "ptxas": probe_ptxas,
     "extension": probe_extension,
     "self-test": probe_self_test,
 }

@@ -22,7 +22,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from tpkernels.gate import disassembly, loops, occupancy, ptx_flow, triton_ir
+from tpkernels.gate import (
+    compiler_faults,
+    disassembly,
+    loops,
+    occupancy,
+    products_in_flight,
+    ptx_flow,
+    triton_ir,
+)
 from tpkernels.gate.child import one_line_error
 from tpkernels.gate.disassembly import NoDisassembler, disassemble, disassemble_ahead
 from tpkernels.gate.disk_cache import DiskCache
@@ -112,6 +120,7 @@ class Facts:
     load_waits: int = 0
     rest: Mapping[str, int] = field(default_factory=dict)
     tile_loops: int = 0
+    miscompiled: tuple[str, ...] = ()  # what is wrong in machine code, see `compiler_faults`; () on AMD
 
     def count(self, instruction: str) -> int:
         return self.instructions.get(instruction, 0)
@@ -286,7 +295,15 @@ def compile_key(entry: Entry, architecture: str) -> str:
     source = ast_source(entry)
     source.attrs = dict(sorted(source.attrs.items()))  # Triton hashes them in the order they come in
     key = get_cache_key(source, backend, options, variables)
-    readers = (disassembly, loops, occupancy, ptx_flow, triton_ir)
+    readers = (
+        compiler_faults,
+        disassembly,
+        loops,
+        occupancy,
+        products_in_flight,
+        ptx_flow,
+        triton_ir,
+    )
     files = (__file__, *(reader.__file__ for reader in readers))
     ours = b"".join(Path(str(file)).read_bytes() for file in files)
     return hashlib.sha256(f"{triton.__version__} {architecture} {key}".encode() + ours).hexdigest()
@@ -366,6 +383,9 @@ def nvidia_facts(compiled: Any, seconds: float, architecture: str) -> Facts:
         load_waits=turns.load_waits,
         rest=turns.rest,
         tile_loops=turns.tile_loops,
+        miscompiled=compiler_faults.miscompiled(
+            compiled.asm["ptx"], listing, architecture, compiler_faults.ptxas_of(architecture)
+        ),
     )
 
 

@@ -19,9 +19,10 @@ PROMOTED_AFTER = 4  # products of fp8, each 32 deep: their fp32 sums have fewer 
 
 
 def violations(rules: Sequence[str], architecture: str, facts: Facts) -> Iterator[str]:
-    """Each rule that the facts break, in words; that a block can be launched is always one."""
+    """Each rule that the facts break, in words; that a block can be launched, and runs, is always one."""
     if facts.shared > SHARED_LIMIT[architecture]:
         yield f"shared memory {facts.shared:,} > {SHARED_LIMIT[architecture]:,} bytes: cannot be launched"
+    yield from facts.miscompiled
     for name in rules:
         rule = rule_named(name)
         assert rule is not None, name
