@@ -76,7 +76,8 @@ def row_tile(launcher: str, features: int) -> BlockTile:
         )
     block_cols = max(16, 1 << (features - 1).bit_length())
     block_rows = max(1, min(16, 2048 // block_cols))
-    return BlockTile(block_rows, block_cols, num_warps=max(4, min(32, block_cols // 512)))
+    num_warps = max(4, min(32, block_cols // 512))
+    return BlockTile(block_rows, block_cols, num_warps, per_processor=32 // num_warps)
 
 
 _INTERPRETED = MatmulTile(32, 32, 32, num_warps=4, num_stages=1, parts=2, group=2)

@@ -396,6 +396,12 @@ def _row_specs() -> Iterator[EntrySpec]:
         for features in FEATURES:
             yield _row_spec("norm_fwd", f"{features}/{kind}", BF16, norm, features)
             yield _row_spec("norm_bwd", f"{features}/{kind}", BF16, norm, features)
+            plus = partial(norm, plus=True)
+            yield _row_spec("norm_bwd", f"{features}/{kind}+plus", BF16, plus, features)
+            added = partial(recording.slot_sums, wait=False, norm=kind)
+            yield _row_spec("reduce_slots", f"{features}/bias+{kind}", BF16, added, features)
+    waiting = partial(recording.slot_sums, norm="layer")
+    yield _row_spec("reduce_slots", f"{FEATURES[1]}/bias+layer+wait", BF16, waiting, FEATURES[1])
     for dtype in (BF16, FP32):
         yield _row_spec("sum_rows", f"{SUM.chunk}x{SUM.block_cols}", dtype, recording.row_sums)
         ordered = partial(recording.row_sums, launcher=partial(bias_grad, tile=ORDERED_SUM))
