@@ -63,48 +63,27 @@ def _norm_fwd_kernel(
     # int64: T * K passes 2**31 at 512k tokens of width 4096
     t = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     k = tl.arange(0, BLOCK_COLS).to(tl.int64)
-    mask = (t < T)[:, None] & (k < K)[None, :]
+    in_rows = t < T
+    mask = in_rows[:, None] & (k < K)[None, :]
     x = tl.load(x_ptr + t[:, None] * stride_xt + k[None, :] * stride_xk, mask, 0.0).to(tl.float32)
-    store_norm(
-        *(x, t, k, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, T, K, stride_wk, stride_bk, eps),
-        *(CENTRE, HAS_BIAS),
-    )
+    if CENTRE:
+        mean = tl.sum(x, axis=1) / K
+        tl.store(mean_ptr + t, mean, in_rows)
+        x = tl.where(mask, x - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / K + eps)
+    tl.store(rstd_ptr + t, rstd, in_rows)
+    y = scaled_rows(x, rstd, k, weight_ptr, bias_ptr, K, stride_wk, stride_bk, HAS_BIAS)
+    tl.store(y_ptr + t[:, None] * K + k[None, :], y.to(y_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
-def store_norm(
-    x,  # full rows, in fp32; zero beyond the last feature
-    t,  # the tokens of these rows
-    k,  # the features of their columns
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    mean_ptr,
-    rstd_ptr,
-    T,
-    K,
-    stride_wk,
-    stride_bk,
-    eps,
-    CENTRE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
-    """Write the norm of rows and their statistics; arguments as in `_norm_fwd_kernel`."""
-    in_rows = t < T
-    mask = in_rows[:, None] & (k < K)[None, :]
-    if CENTRE:
-        mean = tl.sum(x, axis=1) / K
-        x = tl.where(mask, x - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / K + eps)
+def scaled_rows(x, rstd, k, weight_ptr, bias_ptr, K, stride_wk, stride_bk, HAS_BIAS: tl.constexpr):
+    """The norm of rows that are centred. k: the features of their columns"""
     weight = tl.load(weight_ptr + k * stride_wk, k < K, 0.0).to(tl.float32)
     y = x * rstd[:, None] * weight[None, :]
     if HAS_BIAS:
         y += tl.load(bias_ptr + k * stride_bk, k < K, 0.0).to(tl.float32)[None, :]
-    # after all loads: in a kernel that waits for rows, a store ends what its flags allow to read
-    if CENTRE:
-        tl.store(mean_ptr + t, mean, in_rows)
-    tl.store(rstd_ptr + t, rstd, in_rows)
-    tl.store(y_ptr + t[:, None] * K + k[None, :], y.to(y_ptr.dtype.element_ty), mask)
+    return y
 
 
 class NormForward(NamedTuple):

@@ -23,7 +23,7 @@ from torch import Tensor
 from tpkernels.kernels import launch
 from tpkernels.kernels.blocks import load_block, load_vector, store_block
 from tpkernels.kernels.launch_plans import planned
-from tpkernels.kernels.norm import store_norm
+from tpkernels.kernels.norm import scaled_rows
 from tpkernels.kernels.operands import (
     DTYPES,
     require_matrices,
@@ -127,7 +127,7 @@ def _reduce_slots_kernel(
     TREE: tl.constexpr,  # slots that are added in a tree; 0: R of them, one after the other
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,  # with a residual at least N
-    residual_ptr=None,  # (T, N), the rest as `store_norm` takes it; None: neither residual nor norm
+    residual_ptr=None,  # (T, N), and what `_norm_fwd_kernel` takes; None: neither residual nor norm
     weight_ptr=None,
     norm_bias_ptr=None,  # None: the norm has no bias
     normed_ptr=None,
@@ -177,12 +177,22 @@ def _reduce_slots_kernel(
             )
             acc = acc.to(slots_ptr.dtype.element_ty).to(dtype).to(tl.float32) + residual.to(tl.float32)
             acc = acc.to(dtype).to(tl.float32)
+            rows, cols = t + tl.arange(0, BLOCK_ROWS).to(tl.int64), tl.arange(0, BLOCK_COLS).to(tl.int64)
+            mask = (rows < T)[:, None] & (cols < N)[None, :]
+            x = acc
+            if CENTRE:
+                mean = tl.sum(acc, axis=1) / N
+                x = tl.where(mask, acc - mean[:, None], 0.0)
+            rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / N + eps)
             HAS_NORM_BIAS: tl.constexpr = norm_bias_ptr is not None
-            store_norm(
-                *(acc, t + tl.arange(0, BLOCK_ROWS).to(tl.int64), tl.arange(0, BLOCK_COLS).to(tl.int64)),
-                *(weight_ptr, norm_bias_ptr, normed_ptr, mean_ptr, rstd_ptr, T, N, stride_wn, stride_norm_bn),
-                *(eps, CENTRE, HAS_NORM_BIAS),
+            normed = scaled_rows(
+                x, rstd, cols, weight_ptr, norm_bias_ptr, N, stride_wn, stride_norm_bn, HAS_NORM_BIAS
             )
+            # after all loads: a store ends what flags allow to read
+            if CENTRE:
+                tl.store(mean_ptr + rows, mean, rows < T)
+            tl.store(rstd_ptr + rows, rstd, rows < T)
+            tl.store(normed_ptr + rows[:, None] * N + cols[None, :], normed.to(dtype), mask)
         store_block(y_ptr, acc, t, n, T, N, N, 1, TMA=False)
 
 

@@ -243,8 +243,9 @@ def slot_sums(
     residual, weight = of.tensor(rows, of.in_features) + 0.5, of.tensor(of.in_features)
     norm_bias = of.tensor(of.in_features) if norm == "layer" else None
     ours = add_norm(given, residual, weight, norm_bias, bias=bias, centre=norm == "layer", **how)
-    truths = _exact_norm(norm, exact + residual.double(), weight.double(), in_float64(norm_bias))
-    return {word: (getattr(ours, word), one) for word, one in truths.items()}
+    h = exact.to(of.dtype).double() + residual.double()  # it adds rounded sums, and normalizes a rounded h
+    truths = _exact_norm(norm, h.to(of.dtype).double(), weight.double(), in_float64(norm_bias))
+    return {word: (getattr(ours, word), one) for word, one in (truths | {"h": h}).items()}
 
 
 def added_slots(of: Operands, into: torch.dtype, accumulate: bool) -> Results:

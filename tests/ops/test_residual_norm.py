@@ -1,0 +1,382 @@
+"""`row_linear` and `parallel_mlp` that end in a residual and a norm: the bits of three ops, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.on_ranks import on_ranks
+from tests.ops.invariant_cases import drawn, leaf, whole_of
+from tests.ops.test_parallel_citizens import unlike_compiled
+from tests.ops.transport_cases import using
+from tests.products import once, pairwise
+from tests.segments import tp_invariance
+from tpkernels import ops
+from tpkernels.comm import schedule
+from tpkernels.comm.calls import calls_of
+from tpkernels.comm.transports.rows import Terms
+from tpkernels.dispatch import norms
+from tpkernels.ops.quantize import Recipe
+from tpkernels.ops.tensor_parallel import residual_norm
+from tpkernels.ops.tensor_parallel.parallel import ALONE
+from tpkernels.ops.tensor_parallel.residual_norm import ResidualNorm
+
+TOKENS, BATCH, IN, OUT, SEGMENTS = 16, 3, 48, 80, 8
+
+
+@dataclass(frozen=True)
+class Case:
+    op: str = "row"
+    kind: str = "rms_norm"
+    zero_centered: bool = False
+    sequence_parallel: bool = False
+    dtype: torch.dtype = torch.float32
+    wide_residual: bool = False
+    main_grad: bool = False
+    segments: int = 0
+
+
+def leaves(case: Case) -> dict[str, tuple[Tensor, int | None]]:
+    """Each operand, and the dimension along which ranks have others."""
+    tokens, wide = 0 if case.sequence_parallel else None, torch.float32 if case.wide_residual else case.dtype
+    found = {
+        "residual": (leaf(drawn(1, TOKENS, BATCH, OUT), tokens, wide), tokens),
+        "norm_weight": (
+            leaf(drawn(2, OUT) / 9, None, torch.float32 if case.wide_residual else case.dtype),
+            None,
+        ),
+        "bias": (leaf(drawn(3, OUT), None, case.dtype), None),
+    }
+    if case.kind == "layer_norm":
+        found["norm_bias"] = leaf(drawn(4, OUT), None, wide), None
+    if case.op == "row":
+        found["x"] = leaf(drawn(5, TOKENS, BATCH, IN), 2, case.dtype), 2
+        found["w"] = leaf(drawn(6, OUT, IN) / 9, 1, case.dtype), 1
+    else:
+        found["x"] = leaf(drawn(5, TOKENS, BATCH, OUT), tokens, case.dtype), tokens
+        found["up"] = leaf(drawn(6, IN, OUT) / 9, 0, case.dtype), 0
+        found["gate"] = leaf(drawn(7, IN, OUT) / 9, 0, case.dtype), 0
+        found["down"] = leaf(drawn(8, OUT, IN) / 9, 1, case.dtype), 1
+    return found
+
+
+def operate(case: Case, given: dict[str, Tensor], main_grads: dict[str, Tensor], **added: Any) -> Any:
+    options = {"sequence_parallel": case.sequence_parallel, "tp_invariant": case.segments, **added}
+    bias, group = given["bias"], dist.group.WORLD
+    if case.op == "row":
+        return ops.row_linear(given["x"], given["w"], bias, group, main_grad=main_grads.get("w"), **options)
+    if case.op == "gated":
+        options |= {"w_gate_shard": given["gate"], "activation": "swiglu"}
+    weights = ["up", "gate", "down"] if case.op == "gated" else ["up", "down"]
+    options["main_grads"] = [main_grads.get(name) for name in weights]
+    return ops.parallel_mlp(given["x"], given["up"], None, given["down"], bias, group, **options)
+
+
+def in_one(case: Case, given: dict[str, Tensor], main_grads: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    norm = ops.Norm(given["norm_weight"], given.get("norm_bias"), 1e-3, case.kind, case.zero_centered)
+    return operate(case, given, main_grads, residual=given["residual"], norm=norm)
+
+
+def in_turn(case: Case, given: dict[str, Tensor], main_grads: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Op, addition and norm."""
+    h = given["residual"] + operate(case, given, main_grads)
+    group = dist.group.WORLD if case.segments and case.sequence_parallel else None
+    options = {"eps": 1e-3, "group": group, "tp_invariant": case.segments}
+    weight = given["norm_weight"]
+    if case.zero_centered:
+        weight = weight.to(torch.promote_types(h.dtype, torch.float32)) + 1
+    if case.kind == "rms_norm":
+        return h, ops.rms_norm(h, weight, **options)
+    return h, ops.layer_norm(h, weight, given["norm_bias"], **options)
+
+
+Way = Callable[[Case, dict[str, Tensor], dict[str, Tensor]], tuple[Tensor, Tensor]]
+
+
+def results(case: Case, way: Way) -> dict[str, Tensor]:
+    """Outputs and gradients."""
+    calls_of(dist.group.WORLD).kinds.clear()  # their transports may be those of another test
+    named = leaves(case)
+    given = {name: tensor for name, (tensor, _) in named.items()}
+    main_grads = {
+        name: torch.zeros_like(given[name]).float() for name in given if name in ("w", "up", "gate", "down")
+    }
+    h, normed = way(case, given, main_grads if case.main_grad else {})
+    tokens = 0 if case.sequence_parallel else None
+    gradients = [leaf(drawn(seed, TOKENS, BATCH, OUT), tokens, h.dtype).detach() for seed in (9, 10)]
+    torch.autograd.backward([h, normed], gradients)
+    found = {"h": h.detach(), "normed": normed.detach()}
+    for name, tensor in given.items():
+        fused = case.main_grad and name in main_grads
+        assert not fused or tensor.grad is None
+        if (gradient := main_grads[name] if fused else tensor.grad) is not None:
+            found[f"d{name}"] = gradient
+    return found
+
+
+def assert_in_one_as_in_turn(case: Case) -> None:
+    ours, expected = results(case, in_one), results(case, in_turn)
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+
+
+@pairwise(
+    op=["row", "mlp", "gated"],
+    kind=["rms_norm", "layer_norm"],
+    zero_centered=[False, True],
+    sequence_parallel=[False, True],
+    dtype={"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64},
+    main_grad=[False, True],
+    size=[1, 2, 4],
+)
+def test_one_op_has_the_bits_of_three(
+    op, kind, zero_centered, sequence_parallel, dtype, main_grad, size, request
+):
+    case = Case(op, kind, zero_centered, sequence_parallel, dtype, False, main_grad)
+    request.getfixturevalue(f"ranks{size}").run(assert_in_one_as_in_turn, case)
+
+
+@pytest.mark.parametrize("small_chunks", [False, True], ids=["messages", "chunks"])
+@on_ranks(2)
+def test_one_op_has_the_bits_of_three_however_rows_move(small_chunks):
+    least = 64 if small_chunks else schedule.LEAST_BYTES
+    with patch.object(schedule, "LEAST_BYTES", least):
+        for sequence_parallel in (False, True):
+            assert_in_one_as_in_turn(Case("row", sequence_parallel=sequence_parallel))
+            assert_in_one_as_in_turn(
+                Case("row", "layer_norm", False, sequence_parallel, torch.bfloat16, True)
+            )
+
+
+@pytest.mark.parametrize("op", ["row", "gated"])
+@on_ranks(2)
+def test_autocast_keeps_a_wide_residual(op):
+    """The op computes in bf16; the residual and its norm stay in fp32."""
+    case = Case(op, sequence_parallel=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, expected = results(case, in_one), results(case, in_turn)
+    assert ours["h"].dtype == ours["normed"].dtype == torch.float32
+    for name, tensor in expected.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+def whole(case: Case, way: Way) -> dict[str, Tensor]:
+    """Results as one rank would have them; gradients of a norm are sums over ranks' tokens."""
+    dims = {f"d{name}": dim for name, (_, dim) in leaves(case).items()}
+    dims |= dict.fromkeys(("h", "normed"), 0 if case.sequence_parallel else None)
+    found = results(case, way)
+    for name in ("dnorm_weight", "dnorm_bias"):
+        if case.sequence_parallel and not case.segments and name in found:
+            dist.all_reduce(found[name])
+    return {name: whole_of((tensor, dims[name])) for name, tensor in found.items()}
+
+
+def by_torch(case: Case, given: dict[str, Tensor], _: object) -> tuple[Tensor, Tensor]:
+    """Of one rank, whose shards are everything."""
+    functional = torch.nn.functional
+    if case.op == "row":
+        y = functional.linear(given["x"], given["w"], given["bias"])
+    else:
+        hidden = functional.linear(given["x"], given["up"])
+        gated = functional.silu(functional.linear(given["x"], given["gate"])) * hidden
+        hidden = gated if case.op == "gated" else functional.gelu(hidden, approximate="tanh")
+        y = functional.linear(hidden, given["down"], given["bias"])
+    h, weight = y + given["residual"], given["norm_weight"] + case.zero_centered
+    if case.kind == "rms_norm":
+        return h, functional.rms_norm(h, (OUT,), weight, 1e-3)
+    return h, functional.layer_norm(h, (OUT,), weight, given["norm_bias"], 1e-3)
+
+
+@once(op=["row", "mlp", "gated"], kind=["rms_norm", "layer_norm"], zero_centered=[False, True])
+def test_every_size_is_near_the_float64_model(op, kind, zero_centered, ranks1, ranks2, ranks4):
+    case = Case(op, kind, zero_centered, dtype=torch.float64)
+    (truth,) = ranks1.run(whole, case, by_torch)
+    for ranks in (ranks1, ranks2, ranks4):
+        for sequence_parallel in (False, True):
+            for found in ranks.run(whole, replace(case, sequence_parallel=sequence_parallel), in_one):
+                for name, tensor in truth.items():
+                    assert (found[name] - tensor).norm() <= 1e-12 * tensor.norm(), name
+
+
+@pairwise(op=["row", "gated"], kind=["rms_norm", "layer_norm"], dtype=[torch.float32, torch.bfloat16])
+def test_every_size_gives_the_same_bits_under_tp_invariance(op, kind, dtype, ranks1, ranks2, ranks4):
+    case = Case(op, kind, dtype=dtype, segments=SEGMENTS)
+    (alone,) = ranks1.run(whole, case, in_turn)
+    for ranks in (ranks1, ranks2, ranks4):
+        for sequence_parallel in (False, True):
+            for found in ranks.run(whole, replace(case, sequence_parallel=sequence_parallel), in_one):
+                for name, tensor in alone.items():
+                    assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
+@on_ranks(1)
+def test_gradients_are_those_of_differences(kind):
+    case = Case("gated", kind, dtype=torch.float64)
+    named = {name: tensor.detach()[..., :6].clone() for name, (tensor, _) in leaves(case).items()}
+    named = {n: t[:3, :2] if t.ndim == 3 else t[:6] for n, t in named.items()}
+    names = [*named]
+
+    def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return in_one(case, dict(zip(names, tensors, strict=True)), {})
+
+    assert torch.autograd.gradcheck(run, [t.clone().requires_grad_() for t in named.values()])
+
+
+@pytest.mark.parametrize("segments", [0, SEGMENTS])
+@on_ranks(2)
+def test_one_graph_has_the_bits_of_eager(segments):
+    weight, up, bias = (torch.randn(size).requires_grad_() for size in ((16, 16), (16, 16), (16,)))
+    with tp_invariance(segments) if segments else nullcontext():
+
+        def block(x: Tensor, weight: Tensor, up: Tensor, bias: Tensor) -> Tensor:
+            group, residual = dist.group.WORLD, x[: len(x) // 2] * 2
+            norm = ops.Norm(weight[0], bias, kind="layer_norm", zero_centered=True)
+            options = {"sequence_parallel": True, "norm": norm}
+            h, normed = ops.row_linear(x, weight, None, group, residual=residual, **options)
+            h, normed = ops.parallel_mlp(normed, up, None, weight, bias, group, residual=h, **options)
+            return h * normed
+
+        xs = [torch.randn(tokens, 3, 16).requires_grad_() for tokens in (16, 32)]
+        assert not unlike_compiled(block, [[x, weight, up, bias] for x in xs])
+
+
+@on_ranks(2)
+def test_without_gradients_results_are_the_same():
+    for case in (Case("row"), Case("gated", "layer_norm", sequence_parallel=True)):
+        given = {name: tensor for name, (tensor, _) in leaves(case).items()}
+        recorded = in_one(case, given, {})
+        with torch.no_grad():
+            assert all(map(torch.equal, in_one(case, given, {}), recorded))
+
+
+@pytest.mark.parametrize("transport", ["shared", "stand-in"])
+@on_ranks(2)
+def test_the_kernel_that_adds_slots_does_the_rest(transport):
+    """By the interpreter: over memory that ranks share the slots are its operand, else their sum."""
+    found, add_slots = [], ResidualNorm.add_slots
+    case = Case("row", "layer_norm", sequence_parallel=True)
+    expected = results(case, in_turn)
+
+    def noted(self: ResidualNorm, slots: Tensor, *args: Any, **how: Any) -> Tensor:
+        found.append(tuple(slots.shape))
+        return add_slots(self, slots, *args, **how)
+
+    small = patch.object(schedule, "LEAST_BYTES", 64)
+    second = patch.object(norms, "add_norm", side_effect=AssertionError("a second pass"))
+    with using(transport, "triton"), patch.object(ResidualNorm, "add_slots", noted), second, small:
+        ours = results(case, in_one)
+    assert found == [(2, TOKENS * BATCH // 2, OUT)]
+    for name, tensor in expected.items():
+        assert (ours[name] - tensor).norm() <= 1e-6 * tensor.norm(), name
+
+
+def test_slots_are_left_alone_where_bits_are_fixed():
+    """A norm's bits depend on the kernel, which with one rank has other slots."""
+    given = residual_norm.Added(torch.ones(2, 8), torch.ones(8), None, "rms_norm", 1e-5)
+    x = torch.ones(2, 8)
+    for fixed, expected in (("", True), ("TPKERNELS_BATCH_INVARIANT=1", False)):
+        terms = Terms(2, 8, x, lambda rows: x[rows], alone=lambda bias: x.clone())
+        with patch.object(residual_norm.invariance, "why_fixed", return_value=fixed):
+            residual_norm.reduced("row_linear", terms, None, given, ALONE, residual_norm.Plain())
+        assert (terms.after is not None) == expected
+
+
+def test_a_trials_results_are_not_taken_for_the_sums():
+    """Ranks time ways to move rows by sums of other numbers."""
+    given = residual_norm.Added(torch.ones(2, 8), torch.ones(8), None, "rms_norm", 1e-5)
+    after, slots = ResidualNorm(given), torch.full((2, 2, 8), 3.0)
+    trial = after.add_slots(slots, None, tree=False)
+    assert after.of(trial)[0] is trial
+    assert (after.of(torch.ones(2, 8))[0] == 2).all()
+
+
+def without_residual(y, residual, *rest):
+    return y, *ADD_NORM(y, residual, *rest)[1:]
+
+
+def of_the_sum_alone(y, residual, *rest):
+    h, *_ = ADD_NORM(y, residual, *rest)
+    return h, *ADD_NORM(y, torch.zeros_like(residual), *rest)[1:]
+
+
+def without_plus(*args, plus):
+    return NORM_GRADIENTS(*args, plus=torch.zeros_like(plus))
+
+
+ADD_NORM, NORM_GRADIENTS = norms.add_norm, residual_norm.norm_gradients
+FAULTS = {
+    "a dropped residual": (norms, "add_norm", without_residual),
+    "a norm of the sum alone": (norms, "add_norm", of_the_sum_alone),
+    "a gradient of h that is left out": (residual_norm, "norm_gradients", without_plus),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@on_ranks(2)
+def test_planted_faults_are_found(fault):
+    with patch.object(*FAULTS[fault]), pytest.raises(AssertionError):
+        assert_in_one_as_in_turn(Case("gated", sequence_parallel=True))
+
+
+@on_ranks(2)
+def test_fp8_products_may_end_in_a_norm():
+    recipe = Recipe.rowwise(wgrad="bf16")
+    x, w, residual, weight = torch.randn(4, 32), torch.randn(16, 32), torch.randn(4, 16), torch.rand(16)
+    group, options = dist.group.WORLD, {"quantize": recipe}
+    h, normed = ops.row_linear(x, w, None, group, residual=residual, norm=ops.Norm(weight), **options)
+    assert torch.equal(h, residual + ops.row_linear(x, w, None, group, **options))
+    assert torch.equal(normed, ops.rms_norm(h, weight))
+
+
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_on_all_ranks():
+    x, w, residual, weight = torch.randn(4, 8), torch.randn(16, 8), torch.randn(4, 16), torch.rand(16)
+    group = dist.group.WORLD
+
+    def refused(match: str, error: type[Exception] = ValueError, **options: Any) -> None:
+        with pytest.raises(error, match=match):
+            ops.row_linear(x, w, None, group, **options)
+        tokens = residual[:2] if options.get("sequence_parallel") else residual
+        with pytest.raises(error, match=match.replace("row_linear", "parallel_mlp")):
+            ops.parallel_mlp(tokens, w.t(), None, w, None, group, **options)
+
+    refused(
+        "row_linear: expected residual and norm together, got residual alone; pass norm", residual=residual
+    )
+    refused("row_linear: expected residual and norm together, got norm alone", norm=ops.Norm(weight))
+    refused("expected an ops.Norm as norm, got Tensor", TypeError, residual=residual, norm=weight)
+    with_norm = {"norm": ops.Norm(weight)}
+    refused(r"expected residual \(4, 16\) like the output, got \(3, 16\)", residual=residual[:3], **with_norm)
+    refused("this rank's tokens", residual=residual, sequence_parallel=True, **with_norm)
+    refused(
+        "in torch.float32 like the output, or in a wider", TypeError, residual=residual.half(), **with_norm
+    )
+    refused("one device", residual=residual.to("meta"), **with_norm)
+    refused(r"expected norm.weight \(16,\)", residual=residual, norm=ops.Norm(weight[:5]))
+    refused("expected norm.weight in", TypeError, residual=residual, norm=ops.Norm(weight.half()))
+    bias = ops.Norm(weight, weight[:3], kind="layer_norm")
+    refused(r"expected norm.bias \(16,\)", residual=residual, norm=bias)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "batch_norm"}, "Norm: expected rms_norm or layer_norm as kind, got 'batch_norm'"),
+        ({"bias": torch.ones(4)}, "Norm: expected no bias for rms_norm"),
+        ({"eps": -1.0}, "Norm: expected an eps of 0 or more, got -1.0"),
+    ],
+)
+def test_a_norm_that_cannot_be_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ops.Norm(torch.ones(4), **options)
