@@ -100,7 +100,7 @@ class ParallelMLP(ParallelModule):
         input_: (tokens, ..., hidden_size), or this rank's tokens of dimension 0 if sequence_parallel
         output, residual: like the input
         """
-        added = added_to(self, residual, norm)
+        added = {} if residual is None and norm is None else added_to(self, residual, norm)
         up, gate, down = self.up, self.gate, self.down
         if input_.ndim < 1 or input_.shape[-1] != up.input_size:
             self.require_features(input_, up.input_size, "every rank needs all features")

@@ -290,7 +290,7 @@ class RowParallelLinear(_ParallelLinear):
             self.require_features(input_, features, f"input_is_parallel={takes} features")
         if not self.input_is_parallel:
             input_ = scatter_to_region(input_, group)
-        added = added_to(self, residual, norm)
+        added = {} if residual is None and norm is None else added_to(self, residual, norm)
         weight: Tensor = self.weight
         main_grad: Tensor | None = None
         if self.gradient_accumulation_fusion:
@@ -312,8 +312,6 @@ class RowParallelLinear(_ParallelLinear):
 
 def added_to(layer: nn.Module, residual: Tensor | None, norm: ops.Norm | None) -> dict[str, Any]:
     """Return the options of an op for what a layer adds to its output. layer: with `skip_bias_add`"""
-    if residual is None and norm is None:
-        return {}
     if layer.skip_bias_add:
         raise ValueError(
             f"{type(layer).__name__}: expected no skip_bias_add with residual and norm, which take the bias; "

@@ -125,6 +125,6 @@ def norm_for_op(norm: nn.Module, *, sequence_parallel: bool, tp_invariant: int) 
 
 
 def is_bare(module: nn.Module, *, called: bool = False) -> bool:
-    """Whether nothing sees what a module returns, nor its inputs. called: it gets these, so they may be seen"""
+    """Whether nothing sees what a module returns, nor, unless it is called, what it is given."""
     seen = module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
     return not any(seen) and "forward" not in vars(module) and (called or not module._forward_pre_hooks)

@@ -94,7 +94,7 @@ def in_float64(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-NormKind = Literal["rms", "layer"]
+WhichNorm = Literal["rms", "layer"]
 BARE: Mapping[str, Any] = {"bias": False, "training": False}  # of a layer: nothing is added or kept
 
 # whose cases and entries are listed by name: there are calls for them here, or other tiles
@@ -226,7 +226,7 @@ def slot_sums(
     slots: int = 3,
     tree: bool = False,
     tile: BlockTile | None = None,
-    norm: NormKind | None = None,
+    norm: WhichNorm | None = None,
 ) -> Results:
     """So many slots, each in two parts; the flags before theirs are of others.
 
@@ -283,7 +283,7 @@ def glu_grad(of: Operands, kind: Glu) -> Results:
     return dict(zip(ours._fields, zip(ours, exact, strict=True), strict=True))
 
 
-def norm(of: Operands, kind: NormKind, plus: bool = False) -> Results:
+def norm(of: Operands, kind: WhichNorm, plus: bool = False) -> Results:
     """Forward and backward. plus: x is the next residual, and has a gradient as that"""
     x, dy = of.x() + 0.5, of.x()
     weight, bias = of.tensor(of.in_features), of.tensor(of.in_features)
@@ -308,7 +308,7 @@ def norm(of: Operands, kind: NormKind, plus: bool = False) -> Results:
     return {word: (found[word], one) for word, one in exact.items() if word in found}
 
 
-def _exact_norm(kind: NormKind, x: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
+def _exact_norm(kind: WhichNorm, x: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
     """What a norm of x writes, by name, and x as `h`."""
     if kind == "rms":
         y, rstd = reference.rms_norm_ref(x, weight)

@@ -324,6 +324,8 @@ def _forward(
     terms = matmul.terms([(h, w_down)], True, dtype)
     if b_down is not None and tp.ranks > 1 and b_down.dtype != terms.like.dtype:
         b_down = b_down.to(terms.like.dtype)
+    if residual is None:
+        return [tp.reduce(op, terms, b_down).wait(), *zs]
     given = Added(residual, norm_weight, norm_bias, norm, eps)
     return [*reduced(op, terms, b_down, given, tp, matmul), *zs]
 

@@ -137,10 +137,9 @@ class ResidualNorm:
 def reduced(
     op: str, terms: Terms, bias: Tensor | None, given: Added, tp: TensorParallel, matmul: Plain
 ) -> list[Tensor]:
-    """Sum terms over ranks; return y, or what follows it as `ResidualNorm.of` does."""
-    if (residual := given.residual) is None:
-        return [tp.reduce(op, terms, bias).wait()]
-    after = ResidualNorm(given)
+    """Sum terms over ranks; return what follows as `ResidualNorm.of` does."""
+    after, residual = ResidualNorm(given), given.residual
+    assert residual is not None
     of_terms = residual.dtype == (terms.dtype or terms.like.dtype) and terms.cols <= MAX_FEATURES
     if of_terms and not invariance.why_fixed():
         terms.after = after

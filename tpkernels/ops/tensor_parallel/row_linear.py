@@ -249,6 +249,8 @@ def _forward(
     terms = matmul.terms([(rows, weight)], True, dtype)
     if bias is not None and tp.ranks > 1 and bias.dtype != terms.like.dtype:
         bias = bias.to(terms.like.dtype)
+    if residual is None:
+        return [tp.reduce("row_linear", terms, bias).wait()]
     return reduced("row_linear", terms, bias, Added(residual, norm_weight, norm_bias, norm, eps), tp, matmul)
 
 
