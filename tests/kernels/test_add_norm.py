@@ -1,12 +1,17 @@
 """`add_norm`: slots, residual and norm in one pass, with the bits of three; backward, with those of two."""
 
+from collections.abc import Callable, Sequence
+
+import numpy as np
 import pytest
 import torch
 
 from tests.kernels.checks import DTYPES, LAYOUTS, assert_accurate, normal, raise_if_late
 from tests.kernels.waiting import EPOCH, PATIENCE, arrivals, at_each_look, interpreted
+from tests.ops.test_bytes_moved import BytesMoved
 from tests.products import pairwise
 from tpkernels.kernels import launch
+from tpkernels.kernels.interpret import accesses
 from tpkernels.kernels.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
 from tpkernels.kernels.reduce import AddNorm, add_norm, reduce_slots
 from tpkernels.kernels.reference import (
@@ -143,6 +148,57 @@ def test_programs_of_add_norm_leave_processors_free(margin, programs):
     assert tile["BLOCK_COLS"] == 4096
     resident = 32 // launched.constants["num_warps"] if not margin else 1
     assert launched.grid == (programs * resident,)
+
+
+class Passes:
+    """How often all of some matrix (tokens, features) is read or written, by kernels and by torch."""
+
+    def __init__(self, *matrices: torch.Tensor) -> None:
+        self._matrices, self._kernels = [*matrices], list[np.ndarray]()
+
+    def counted(self, run: Callable[[], Sequence[torch.Tensor]]) -> float:
+        accesses.append(
+            lambda _, addresses, inside: self._kernels.append(
+                addresses[np.broadcast_to(inside, addresses.shape)]
+            )
+        )
+        try:
+            with BytesMoved(lambda tensor: tensor.ndim == 2) as by_torch:
+                self._matrices += run()
+        finally:
+            accesses.pop()
+        one, reached = self._matrices[0], np.concatenate(self._kernels)
+        bounds = {(matrix.data_ptr(), matrix.nbytes) for matrix in self._matrices if matrix.ndim > 1}
+        touched = sum(((first <= reached) & (reached < first + size)).sum() for first, size in bounds)
+        torchs = by_torch.by_call["add"] / one.element_size()
+        return float(touched + torchs) / one.numel()
+
+
+@interpreted
+def test_six_passes_behind_the_slots_become_three(device):
+    """Unfused sum, h and norm are written, sum, residual and h read; fused residual, h and norm are moved."""
+    slots, residual, _, _, bias, weight, _ = operands((3, 48, 32), torch.float32, device)
+
+    def in_turn():
+        y = reduce_slots(slots, bias)
+        h = y + residual
+        return y, h, rms_norm_fwd(h, weight).y
+
+    assert Passes(residual, slots).counted(in_turn) == 3 + 6
+    assert Passes(residual, slots).counted(lambda: add_norm(slots, residual, weight, bias=bias)[:2]) == 3 + 3
+
+
+@interpreted
+def test_six_passes_of_backward_become_four(device):
+    _, x, dy, dh, _, weight, _ = operands((1, 48, 32), torch.float32, device)
+    rstd = rms_norm_fwd(x, weight).rstd
+
+    def in_turn():
+        dx = rms_norm_bwd(dy, x, weight, rstd).dx
+        return dx, dx + dh
+
+    assert Passes(x, dy, dh).counted(in_turn) == 6
+    assert Passes(x, dy, dh).counted(lambda: [rms_norm_bwd(dy, x, weight, rstd, dh).dx]) == 4
 
 
 def test_add_norm_refuses_what_cannot_work(device):

@@ -22,6 +22,7 @@ from tpkernels.layers.norm import LayerNorm, RMSNorm, is_bare, norm_for_op
 from tpkernels.layers.options import DEFAULT, LayerOptions, LinearOptions, Unpack, takes
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.ops.activations import ACTIVATIONS, GATE_OF, Activation, Glu
+from tpkernels.ops.local.norm import NormKind
 from tpkernels.ops.quantize import Recipe
 
 
@@ -132,10 +133,9 @@ class ParallelMLP(ParallelModule):
         return with_recipe(said, self.quantize)
 
 
-NormName = Literal["layer_norm", "rms_norm"]
 Recompute = Literal["none", "selective", "full"]
 
-_NORMS: dict[NormName, type[LayerNorm] | type[RMSNorm]] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
+_NORMS: dict[NormKind, type[LayerNorm] | type[RMSNorm]] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
 
 
 class TransformerBlock(nn.Module):
@@ -162,7 +162,7 @@ class TransformerBlock(nn.Module):
         rotary_base: float = 10_000.0,
         causal: bool = True,
         activation: Activation | Glu = "gelu_tanh",
-        norm: NormName = "layer_norm",
+        norm: NormKind = "layer_norm",
         norm_eps: float = 1e-5,
         bias: bool = True,
         dropout: float = 0.0,
