@@ -260,12 +260,14 @@ def test_without_gradients_results_are_the_same():
             assert all(map(torch.equal, in_one(case, given, {}), recorded))
 
 
+@pytest.mark.parametrize("wide_residual", [False, True])
 @pytest.mark.parametrize("transport", ["shared", "stand-in"])
 @on_ranks(2)
-def test_the_kernel_that_adds_slots_does_the_rest(transport):
-    """By the interpreter: over memory that ranks share the slots are its operand, else their sum."""
+def test_the_kernel_that_adds_slots_does_the_rest(transport, wide_residual):
+    """By the interpreter, over memory that ranks share."""
     found, add_slots = [], ResidualNorm.add_slots
-    case = Case("row", "layer_norm", sequence_parallel=True)
+    dtype = torch.bfloat16 if wide_residual else torch.float32
+    case = Case("row", "layer_norm", False, True, dtype, wide_residual)
     expected = results(case, in_turn)
 
     def noted(self: ResidualNorm, slots: Tensor, *args: Any, **how: Any) -> Tensor:
@@ -278,7 +280,7 @@ def test_the_kernel_that_adds_slots_does_the_rest(transport):
         ours = results(case, in_one)
     assert found == [(2, TOKENS * BATCH // 2, OUT)]
     for name, tensor in expected.items():
-        assert (ours[name] - tensor).norm() <= 1e-6 * tensor.norm(), name
+        assert (ours[name] - tensor).norm() <= (5e-3 if wide_residual else 1e-6) * tensor.norm(), name
 
 
 def test_slots_are_left_alone_where_bits_are_fixed():

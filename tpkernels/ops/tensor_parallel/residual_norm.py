@@ -27,6 +27,7 @@ from tpkernels.dispatch import norms
 from tpkernels.dispatch.products import sums_dtype
 from tpkernels.dispatch.record import launcher
 from tpkernels.kernels import invariance
+from tpkernels.kernels.operands import DTYPES
 from tpkernels.kernels.tiles import MAX_FEATURES
 from tpkernels.ops.inputs import as_dtype, tokens_of
 from tpkernels.ops.local.norm import Norm, NormKind, check_parameter, norm_gradients, segments_of_tokens
@@ -140,8 +141,8 @@ def reduced(
     """Sum terms over ranks; return what follows as `ResidualNorm.of` does."""
     after, residual = ResidualNorm(given), given.residual
     assert residual is not None
-    of_terms = residual.dtype == (terms.dtype or terms.like.dtype) and terms.cols <= MAX_FEATURES
-    if of_terms and not invariance.why_fixed():
+    is_taken = terms.dtype in (None, residual.dtype) and residual.dtype in DTYPES
+    if is_taken and terms.cols <= MAX_FEATURES and not invariance.why_fixed():
         terms.after = after
     total = tp.reduce(op, terms, bias).wait()
     return after.empty(total) if isinstance(matmul, FakeMatmul) else after.of(total)
