@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -22,12 +22,14 @@ from tests.segments import tp_invariance
 from tpkernels import ops
 from tpkernels.comm import schedule
 from tpkernels.comm.calls import calls_of
+from tpkernels.comm.tensor_parallel import Moved
 from tpkernels.comm.transports.rows import Terms
 from tpkernels.dispatch import norms
 from tpkernels.ops.quantize import Recipe
 from tpkernels.ops.tensor_parallel import residual_norm
 from tpkernels.ops.tensor_parallel.parallel import ALONE
 from tpkernels.ops.tensor_parallel.residual_norm import ResidualNorm
+from tpkernels.ops.tensor_parallel.ways import Trial
 
 TOKENS, BATCH, IN, OUT, SEGMENTS = 16, 3, 48, 80, 8
 
@@ -294,13 +296,18 @@ def test_slots_are_left_alone_where_bits_are_fixed():
         assert (terms.after is not None) == expected
 
 
-def test_a_trials_results_are_not_taken_for_the_sums():
-    """Ranks time ways to move rows by sums of other numbers."""
+def test_ranks_time_sums_without_what_follows():
+    """Not every way computes it, and ways are compared; sums of others are not taken for the call's."""
     given = residual_norm.Added(torch.ones(2, 8), torch.ones(8), None, "rms_norm", 1e-5)
-    after, slots = ResidualNorm(given), torch.full((2, 2, 8), 3.0)
-    trial = after.add_slots(slots, None, tree=False)
-    assert after.of(trial)[0] is trial
-    assert (after.of(torch.ones(2, 8))[0] == 2).all()
+    after, x = ResidualNorm(given), torch.ones(2, 8)
+    terms = Terms(2, 8, x, lambda rows: x[rows], after=after)
+    moved = Moved("row_linear", "reduces", 2, 8, x.dtype, x.device)
+    trial = Trial(Mock(), moved, x, Mock(size=lambda: 2), Mock(**{"find.return_value": None}), terms)
+    assert trial._terms is not None
+    assert (trial._terms.after, terms.after) == (None, after)
+    other = after.add_slots(torch.full((2, 2, 8), 3.0), None, tree=False)
+    assert after.of(other)[0] is other
+    assert (after.of(x)[0] == 2).all()
 
 
 def without_residual(y, residual, *rest):
