@@ -23,10 +23,12 @@ from tpkernels import ops
 from tpkernels.comm import schedule
 from tpkernels.comm.calls import calls_of
 from tpkernels.comm.tensor_parallel import Moved
+from tpkernels.comm.transports.c10d import collectives_of
 from tpkernels.comm.transports.rows import Terms
 from tpkernels.dispatch import norms
 from tpkernels.ops.quantize import Recipe
 from tpkernels.ops.tensor_parallel import residual_norm
+from tpkernels.ops.tensor_parallel.flag_waits import FLAG_KERNELS
 from tpkernels.ops.tensor_parallel.parallel import ALONE
 from tpkernels.ops.tensor_parallel.residual_norm import ResidualNorm
 from tpkernels.ops.tensor_parallel.ways import Trial
@@ -285,15 +287,42 @@ def test_the_kernel_that_adds_slots_does_the_rest(transport, wide_residual):
         assert (ours[name] - tensor).norm() <= (5e-3 if wide_residual else 1e-6) * tensor.norm(), name
 
 
-def test_slots_are_left_alone_where_bits_are_fixed():
-    """A norm's bits depend on the kernel, which with one rank has other slots."""
-    given = residual_norm.Added(torch.ones(2, 8), torch.ones(8), None, "rms_norm", 1e-5)
-    x = torch.ones(2, 8)
-    for fixed, expected in (("", True), ("TPKERNELS_BATCH_INVARIANT=1", False)):
-        terms = Terms(2, 8, x, lambda rows: x[rows], alone=lambda bias: x.clone())
-        with patch.object(residual_norm.invariance, "why_fixed", return_value=fixed):
-            residual_norm.reduced("row_linear", terms, None, given, ALONE, residual_norm.Plain())
-        assert (terms.after is not None) == expected
+@on_ranks(2)
+def test_sums_that_are_gathered_are_followed_behind_the_gather():
+    """All rows of residual and norm, of which slots have a shard."""
+    case = Case("row", "layer_norm")
+    expected = results(case, in_turn)
+    not_there = patch.object(ResidualNorm, "add_slots", side_effect=AssertionError("of a shard"))
+    with using("stand-in", "triton"), not_there, patch.object(schedule, "LEAST_BYTES", 64):
+        ours = results(case, in_one)
+    for name, tensor in expected.items():
+        assert (ours[name] - tensor).norm() <= 1e-6 * tensor.norm(), name
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(8)], ids=["nobias", "bias"])
+def test_collectives_leave_what_follows_to_the_kernel(bias):
+    """Slots keep their rows, which without a bias are else those of a wider matrix."""
+    given = residual_norm.Added(torch.randn(4, 8), torch.rand(8), None, "rms_norm", 1e-5)
+    slots, after = torch.randn(2, 4, 8), ResidualNorm(given)
+    terms = Terms(4, 8, slots[0], slots[0].__getitem__, after=after)
+    h = collectives_of(1, FLAG_KERNELS)._sum(slots, bias, terms)
+    total = slots.sum(0) if bias is None else slots.sum(0) + bias
+    torch.testing.assert_close(h, total + given.residual)
+    assert after.of(h)[0] is h
+
+
+@pytest.mark.parametrize(
+    ("features", "fixed", "expected"),
+    [(8192, "", True), (8192, "TPKERNELS_BATCH_INVARIANT=1", False), (8193, "", False)],
+)
+def test_slots_are_left_alone_where_rows_are_wide_or_bits_fixed(features, fixed, expected):
+    """A wider row would spill; a norm's bits depend on the kernel, which with one rank has other slots."""
+    x = torch.ones(2, features)
+    given = residual_norm.Added(x, x[0], None, "rms_norm", 1e-5)
+    terms = Terms(2, features, x, lambda rows: x[rows], alone=lambda bias: x.clone())
+    with patch.object(residual_norm.invariance, "why_fixed", return_value=fixed):
+        residual_norm.reduced("row_linear", terms, None, given, ALONE, residual_norm.Plain())
+    assert (terms.after is not None) == expected
 
 
 def test_ranks_time_sums_without_what_follows():

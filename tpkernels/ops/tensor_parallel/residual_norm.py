@@ -28,7 +28,7 @@ from tpkernels.dispatch.products import sums_dtype
 from tpkernels.dispatch.record import launcher
 from tpkernels.kernels import invariance
 from tpkernels.kernels.operands import DTYPES
-from tpkernels.kernels.tiles import MAX_FEATURES
+from tpkernels.kernels.tiles import MAX_SLOT_ROW
 from tpkernels.ops.inputs import as_dtype, tokens_of
 from tpkernels.ops.local.norm import Norm, NormKind, check_parameter, norm_gradients, segments_of_tokens
 from tpkernels.ops.matmul import Plain
@@ -142,7 +142,8 @@ def reduced(
     after, residual = ResidualNorm(given), given.residual
     assert residual is not None
     is_taken = terms.dtype in (None, residual.dtype) and residual.dtype in DTYPES
-    if is_taken and terms.cols <= MAX_FEATURES and not invariance.why_fixed():
+    fits = terms.cols * residual.element_size() <= MAX_SLOT_ROW
+    if is_taken and fits and not invariance.why_fixed():
         terms.after = after
     total = tp.reduce(op, terms, bias).wait()
     return after.empty(total) if isinstance(matmul, FakeMatmul) else after.of(total)
