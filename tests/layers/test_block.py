@@ -93,51 +93,19 @@ def test_a_block_has_the_bits_of_norms_that_are_called(sequence_parallel):
         assert all(map(torch.equal, found, expected))
 
 
-def hooked(block):
-    block.mlp_norm.register_forward_hook(lambda *_: None)
+SEEN = {
+    "hook": lambda block: block.mlp_norm.register_forward_hook(lambda *_: None),
+    "hook before": lambda block: block.mlp_norm.register_forward_pre_hook(lambda *_: None),
+    "hook of attention": lambda block: block.attention.register_forward_hook(lambda *_: None),
+    "hook of a backward": lambda block: block.attention.output.register_full_backward_hook(lambda *_: None),
+    "another class": lambda block: setattr(block, "mlp_norm", nn.RMSNorm(HIDDEN)),
+    "its own forward": lambda block: setattr(block.mlp_norm, "forward", block.mlp_norm.forward),
+    "other segments": lambda block: setattr(block.mlp_norm, "tp_invariant", 2),
+    "dropout in training": lambda block: setattr(block.dropout, "p", 0.5),
+}
 
 
-def hooked_before(block):
-    block.mlp_norm.register_forward_pre_hook(lambda *_: None)
-
-
-def hooked_attention(block):
-    block.attention.register_forward_hook(lambda *_: None)
-
-
-def hooked_output(block):
-    block.attention.output.register_full_backward_hook(lambda *_: None)
-
-
-def with_another_norm(block):
-    block.mlp_norm = nn.RMSNorm(HIDDEN)
-
-
-def with_its_own_forward(block):
-    block.mlp_norm.forward = block.mlp_norm.forward
-
-
-def with_other_segments(block):
-    block.mlp_norm.tp_invariant = 2
-
-
-def with_dropout_in_training(block):
-    block.dropout.p = 0.5
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        hooked,
-        hooked_before,
-        hooked_attention,
-        hooked_output,
-        with_another_norm,
-        with_its_own_forward,
-        with_other_segments,
-        with_dropout_in_training,
-    ],
-)
+@pytest.mark.parametrize("change", SEEN.values(), ids=SEEN)
 def test_a_norm_that_others_see_is_called(change):
     with posing(0, 1):
         block = TransformerBlock(HIDDEN, HEADS, **LLAMA)
