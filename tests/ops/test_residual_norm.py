@@ -339,8 +339,12 @@ def test_fp8_products_may_end_in_a_norm():
     x, w, residual, weight = torch.randn(4, 32), torch.randn(16, 32), torch.randn(4, 16), torch.rand(16)
     group, options = dist.group.WORLD, {"quantize": recipe}
     h, normed = ops.row_linear(x, w, None, group, residual=residual, norm=ops.Norm(weight), **options)
-    assert torch.equal(h, residual + ops.row_linear(x, w, None, group, **options))
+    y = ops.row_linear(x, w, None, group, **options)
+    assert torch.equal(h, residual + y)
     assert torch.equal(normed, ops.rms_norm(h, weight))
+    narrow = residual.half()
+    h, _ = ops.row_linear(x, w, None, group, residual=narrow, norm=ops.Norm(weight), **options)
+    assert torch.equal(h, narrow + y), "its dtype is that of an addition"
 
 
 @on_ranks(2)
@@ -363,9 +367,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks():
     with_norm = {"norm": ops.Norm(weight)}
     refused(r"expected residual \(4, 16\) like the output, got \(3, 16\)", residual=residual[:3], **with_norm)
     refused("this rank's tokens", residual=residual, sequence_parallel=True, **with_norm)
-    refused(
-        "in torch.float32 like the output, or in a wider", TypeError, residual=residual.half(), **with_norm
-    )
+    refused("a floating-point residual, got torch.int64", TypeError, residual=residual.long(), **with_norm)
     refused("one device", residual=residual.to("meta"), **with_norm)
     refused(r"expected norm.weight \(16,\)", residual=residual, norm=ops.Norm(weight[:5]))
     refused("expected norm.weight in", TypeError, residual=residual, norm=ops.Norm(weight.half()))

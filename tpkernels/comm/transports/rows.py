@@ -47,7 +47,7 @@ class Terms:
     tree: terms of ranks are added in a tree, as TP-invariance asks for
     pairs: the terms are Σ a wᵀ of these (a, w), which a kernel may compute and store where they belong
     alone: computes the sum of a rank without others, plus bias; None: the terms, then the bias
-    after: what kernels that add slots also compute in that pass, see `Kernels.sum_of`
+    after: what kernels that add slots also compute in that pass; see `Kernels.sum_of`
     """
 
     rows: int

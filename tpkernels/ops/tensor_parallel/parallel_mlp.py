@@ -148,7 +148,7 @@ def parallel_mlp(
     main_grads: of w_up_shard, w_gate_shard (if gated) and w_down_shard: gradients are added there in place
     quantize: compute it in fp8, and gather fp8
     tp_invariant: segments of TP-invariance; None: as `tpkernels.tp_invariant` says
-    residual, norm: like the output, or wider; and a norm of it plus the output, see `residual_norm`
+    residual, norm: like the output; and a norm of it plus the output, see `residual_norm`
     returns: like x, with out_features; with residual and norm the residual plus that, and its norm
     """
     op = "parallel_mlp"

@@ -80,15 +80,13 @@ def added(
             f"{op}: expected residual {tuple(shape)} like the output, got {tuple(residual.shape)}; with "
             "sequence_parallel it is this rank's tokens"
         )
-    if torch.promote_types(residual.dtype, x.dtype) != residual.dtype or residual.is_complex():
-        raise TypeError(
-            f"{op}: expected residual in {x.dtype} like the output, or in a wider dtype, got "
-            f"{residual.dtype}; cast it"
-        )
+    if not residual.is_floating_point():
+        raise TypeError(f"{op}: expected a floating-point residual, got {residual.dtype}; cast it")
     if residual.device != x.device:
         raise ValueError(
             f"{op}: expected one device, got x on {x.device} and residual on {residual.device}; move one"
         )
+    residual = as_dtype(residual, torch.promote_types(residual.dtype, x.dtype))  # as an addition does
     weight, bias = norm.weight, norm.bias
     for name, parameter in (("norm.weight", weight), ("norm.bias", bias)):
         if parameter is not None:

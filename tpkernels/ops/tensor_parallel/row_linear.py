@@ -134,7 +134,7 @@ def row_linear(
     main_grad: the weight's gradient is added to it in place, and its `grad` stays as it is
     quantize: compute it in fp8, and gather gradients in fp8
     tp_invariant: segments of TP-invariance; None: as `tpkernels.tp_invariant` says
-    residual, norm: like the output, or wider; and a norm of it plus the output, see `residual_norm`
+    residual, norm: like the output; and a norm of it plus the output, see `residual_norm`
     returns: (tokens, ..., out_features), or this rank's tokens of dimension 0 if sequence_parallel; with
         residual and norm the residual plus that, and its norm
     """
