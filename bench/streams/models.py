@@ -238,6 +238,8 @@ def scatter_linear(device: Device, programs: int, arguments: Mapping[str, Any]) 
 
 
 def reduce_slots(device: Device, programs: int, arguments: Mapping[str, Any]) -> list[list[Step]]:
+    if arguments.get("residual_ptr") is not None:
+        raise MachineError("kernel _reduce_slots_kernel has no model of a residual and a norm")
     slots, y = elem_of(arguments["slots_ptr"]), elem_of(arguments["y_ptr"])
     bias = elem_of(arguments["b_ptr"]) if arguments["HAS_BIAS"] else None
     (ranks, T, _), splits = slots.shape, arguments["splits"]

@@ -22,7 +22,7 @@ from tpkernels.comm.transports.rows import Reduce, Terms, add_up
 _reduce, _ARRIVED = PointToPoint.reduce, list[int]()  # the order of slots, for the sum that comes next
 
 
-def sum_by_arrival(self: Mailboxes, delivery: MailboxDelivery, bias: Tensor | None, *, tree: bool) -> Tensor:
+def sum_by_arrival(self: Mailboxes, delivery: MailboxDelivery, bias: Tensor | None, terms: Terms) -> Tensor:
     """This rank's own slot first, then the others as they come."""
     plan = delivery.plan
     rows = plan.rows // plan.ranks
@@ -32,7 +32,7 @@ def sum_by_arrival(self: Mailboxes, delivery: MailboxDelivery, bias: Tensor | No
 
     others = [source for source in range(plan.ranks) if source != plan.rank]
     arrived = _in_order_of_arrival({source: wait_for(source) for source in others})
-    return add_up(delivery.slots[[plan.rank, *arrived]], bias, tree=tree)
+    return add_up(delivery.slots[[plan.rank, *arrived]], bias, tree=terms.tree)
 
 
 def reduce_by_arrival(

@@ -1,21 +1,27 @@
 """Transformer blocks are their layers in turn; over ranks, `models/test_gpt.py` compares them."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
 
 from tests.layers.small import cut, drawn
 from tests.layers.worlds import posing
+from tests.on_ranks import on_ranks
 from tests.products import once
 from tpkernels import (
     LayerNorm,
     ParallelAttention,
     ParallelMLP,
     RMSNorm,
+    RowParallelLinear,
     TransformerBlock,
     initialize_model_parallel,
     manual_seed,
 )
+from tpkernels.dispatch import norms
+from tpkernels.ops import Norm
 
 HIDDEN, HEADS = 16, 4
 TOKENS, BATCH = 8, 2
@@ -55,6 +61,67 @@ def test_blocks_are_their_layers_in_turn(shape, recompute):
         )
         assert torch.equal(y, expected)
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def step(model, *inputs):
+    """Output and gradients, and how often an op has ended in a norm."""
+    ended = []
+    one_pass = norms.add_norm
+    with patch.object(norms, "add_norm", lambda *args: ended.append(0) or one_pass(*args)):
+        y = model(*inputs)
+    y.square().mean().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    return len(ended), [y.detach(), *gradients]
+
+
+LLAMA, GPT2 = {"norm": "rms_norm", "activation": "swiglu", "bias": False}, {"rotary": False}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(1, 2, 4)
+def test_a_block_has_the_bits_of_norms_that_are_called(sequence_parallel):
+    state = initialize_model_parallel(torch.distributed.get_world_size())
+    for options in (LLAMA, GPT2, LLAMA | {"tp_invariant": 4}, LLAMA | {"recompute": "full"}):
+        block = TransformerBlock(HIDDEN, HEADS, sequence_parallel=sequence_parallel, state=state, **options)
+        x = drawn((TOKENS, BATCH, HIDDEN), 1, torch.float32)
+        x = (cut(0)(x) if sequence_parallel else x).clone().requires_grad_()
+        count, found = step(block, x)
+        with patch.object(TransformerBlock, "_norm_behind", return_value=None):
+            none, expected = step(block, x)
+        assert (count, none) == (1, 0)
+        assert all(map(torch.equal, found, expected))
+
+
+SEEN = {
+    "hook": lambda block: block.mlp_norm.register_forward_hook(lambda *_: None),
+    "hook before": lambda block: block.mlp_norm.register_forward_pre_hook(lambda *_: None),
+    "hook of attention": lambda block: block.attention.register_forward_hook(lambda *_: None),
+    "hook of a backward": lambda block: block.attention.output.register_full_backward_hook(lambda *_: None),
+    "another class": lambda block: setattr(block, "mlp_norm", nn.RMSNorm(HIDDEN)),
+    "its own forward": lambda block: setattr(block.mlp_norm, "forward", block.mlp_norm.forward),
+    "other segments": lambda block: setattr(block.mlp_norm, "tp_invariant", 2),
+    "dropout in training": lambda block: setattr(block.dropout, "p", 0.5),
+}
+
+
+@pytest.mark.parametrize("change", SEEN.values(), ids=SEEN)
+def test_a_norm_that_others_see_is_called(change):
+    with posing(0, 1):
+        block = TransformerBlock(HIDDEN, HEADS, **LLAMA)
+        x = drawn((TOKENS, BATCH, HIDDEN), 1, torch.float32)
+        assert step(block, x)[0] == 1
+        change(block)
+        assert step(block, x)[0] == 0
+
+
+@pytest.mark.parametrize("layer", [RowParallelLinear, ParallelMLP])
+def test_a_bias_left_to_the_caller_and_a_norm_are_refused(layer):
+    with posing(0, 1):
+        built = layer(HIDDEN, HIDDEN, skip_bias_add=True)
+        x = torch.ones(4, HIDDEN)
+        with pytest.raises(ValueError, match=f"{layer.__name__}: expected no skip_bias_add with residual"):
+            built(x, residual=x, norm=Norm(torch.ones(HIDDEN)))
 
 
 def with_dropout(sequence_parallel):

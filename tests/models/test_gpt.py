@@ -2,17 +2,19 @@
 
 import re
 from functools import cache, partial
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.layers.small import cut_of, gradient_of
+from tests.layers.test_block import step
 from tests.layers.worlds import posing
 from tests.models.small import CONFIGS, IDS, TARGETS
 from tests.on_ranks import on_ranks
 from tests.products import once
-from tpkernels import GPT, initialize_model_parallel, model_config
+from tpkernels import GPT, TransformerBlock, initialize_model_parallel, model_config
 from tpkernels.planning.job import Job, RankLayout
 from tpkernels.planning.memory import parameters_of_stage
 
@@ -232,3 +234,22 @@ def test_published_models_have_their_published_numbers(name):
         built = sum(parameter.numel() for parameter in GPT(config, device="meta").parameters())
     assert (config.rotary_base, config.vocab_size, round(built / 1e6)) == PUBLISHED[name]
     assert built == planned
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(2)
+def test_blocks_end_in_the_norm_that_follows(sequence_parallel):
+    """Two of each block, with the bits of norms that are called; not where a hook is between."""
+    initialize_model_parallel(2)
+    for shape in CONFIGS:
+        model = built(shape, dtype=torch.float32, sequence_parallel=sequence_parallel)
+        ended, expected = step(model, IDS, TARGETS)
+        with patch.object(TransformerBlock, "_norm_behind", return_value=None):
+            none, called = step(model, IDS, TARGETS)
+        assert (ended, none) == (4, 0)
+        assert all(map(torch.equal, expected, called))
+        hook = model.blocks[1].register_forward_pre_hook(lambda *_: None)
+        assert step(model, IDS, TARGETS)[0] == 2
+        hook.remove()
+        model.blocks[0].recompute = "full"
+        assert step(model, IDS, TARGETS)[0] == 3

@@ -26,6 +26,7 @@ from tpkernels.ops.tensor_parallel import mappings
 from tpkernels.ops.tensor_parallel.column_linear import column_forward, column_gradients, column_linear
 from tpkernels.ops.tensor_parallel.parallel import SplitOperator, name_of, split_of, strategy_of
 from tpkernels.ops.tensor_parallel.parallel_mlp import mlp_forward, mlp_gradients, parallel_mlp
+from tpkernels.ops.tensor_parallel.residual_norm import NOTHING
 from tpkernels.ops.tensor_parallel.row_linear import row_forward, row_gradients, row_linear
 
 WGRAD_FP8, BLOCKWISE = Recipe.rowwise(wgrad="fp8"), Recipe.blockwise()
@@ -66,10 +67,10 @@ def test_operators_in_fp8_pass_opcheck(sequence_parallel):
             column_gradients,
             ([dh], kept, [None], [], [False, True, True], wide, 8, "none", False),
         ),
-        "row": (row_forward, (packed_h, w2, b2, f32)),
+        "row": (row_forward, (packed_h, w2, b2, f32, *NOTHING)),
         "row backward": (row_gradients, (dy, h, w2, all_, wide)),
-        "mlp": (mlp_forward, (rows, b, b2, [w, w2], "gelu", True, f32)),
-        "gated mlp": (mlp_forward, (rows, None, None, [w, w, w2], "swiglu", False, f32)),
+        "mlp": (mlp_forward, (rows, b, b2, [w, w2], "gelu", True, f32, *NOTHING)),
+        "gated mlp": (mlp_forward, (rows, None, None, [w, w, w2], "swiglu", False, f32, *NOTHING)),
         "mlp backward": (mlp_gradients, (dy, kept, [w], w2, [z], [True] * 5, [False, True], 8, "gelu")),
     }
     pass_opcheck(calls, tp, fp8)
@@ -107,11 +108,11 @@ def test_operators_pass_opcheck(sequence_parallel, names):
             column_gradients,
             ([short_dh], short_x, [short_w], [short_z], [True] * 3, [True], 8, "gelu", False),
         ),
-        "row": (row_forward, (h, w2, b2, f32)),
+        "row": (row_forward, (h, w2, b2, f32, *NOTHING)),
         "row backward": (row_gradients, (dy, h, w2, [True] * 3, [False])),
         "wide row backward": (row_gradients, (short_dy, short_h, short_w2, part, [True])),
-        "mlp": (mlp_forward, (x, b, b2, [w, w2], "gelu", True, f32)),
-        "gated mlp": (mlp_forward, (x, None, b2, [w, w, w2], "swiglu", False, f32)),
+        "mlp": (mlp_forward, (x, b, b2, [w, w2], "gelu", True, f32, *NOTHING)),
+        "gated mlp": (mlp_forward, (x, None, b2, [w, w, w2], "swiglu", False, f32, *NOTHING)),
         "mlp backward of dw": (
             mlp_gradients,
             (dy, x, [None], w2, [z], [False, True, False, True, True], [False, True], 8, "gelu"),

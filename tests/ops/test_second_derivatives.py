@@ -23,6 +23,7 @@ from tests.ops.parallel_cases import shard
 from tests.products import once
 from tpkernels.comm.calls import calls_of
 from tpkernels.ops import (
+    Norm,
     column_linear,
     linear_cross_entropy,
     linear_logprobs,
@@ -55,6 +56,14 @@ OPS: dict[str, tuple[Op, tuple[tuple[int, ...], ...]]] = {  # of a group and ten
     ),
     "row": (lambda g, x, w, b: row_linear(x, w, b, g), (X, W, B)),
     "row_sequence": (lambda g, x, w, b: row_linear(x, w, b, g, sequence_parallel=True), (X, W, B)),
+    "row_norm": (
+        lambda g, x, w, b, r, n: torch.mul(*row_linear(x, w, b, g, residual=r, norm=Norm(n))),
+        (X, W, B, (TOKENS, N), (N,)),
+    ),
+    "mlp_norm": (
+        lambda g, x, wu, wd, bd, r, n: parallel_mlp(x, wu, None, wd, bd, g, residual=r, norm=Norm(n))[1],
+        (X, W, (K, N), (K,), X, (K,)),
+    ),
     "mlp": (lambda g, x, wu, bu, wd, bd: parallel_mlp(x, wu, bu, wd, bd, g), (X, W, B, (K, N), (K,))),
     "gated_mlp": (
         lambda g, x, wu, wg, wd, bd: parallel_mlp(x, wu, None, wd, bd, g, w_gate_shard=wg),

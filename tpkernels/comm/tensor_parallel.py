@@ -423,6 +423,7 @@ class AllReduce:
                 gathering = tp.gather(op, "terms of the sum", own, everywhere=True, at_once=True)
                 self._gathering.append((gathering, some))
                 continue
+            some.after = None  # it takes all rows, which are gathered
             reducing = tp.reduce_scatter(op, some, bias, "all of the sum")
             self._gather_reduced()
             self._reducing = reducing, some

@@ -56,23 +56,33 @@ def _statistic(layer: Layer) -> Tensor:
     return layer.tensor(layer.tokens, dtype=sums_dtype(layer.dtype))
 
 
-def _rms_norm_grad(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x, and in fp32 of weight -> (dx, dw), as `rms_norm_bwd_ref`, with less new memory."""
+def _rms_norm_grad(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, plus: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x, to which `plus` is added, and in fp32 of weight -> (dx, dw).
+
+    As `rms_norm_bwd_ref`, with less new memory.
+    """
     s, wide_dy = (t if t.dtype in WIDE else t.to(torch.float32) for t in (x, dy))
     n = s * rstd[:, None]
     terms = n * wide_dy
     dw = terms.sum(0)
     mean = terms.mul_(weight).mean(1, keepdim=True)
     dx = torch.mul(wide_dy, weight, out=terms).addcmul_(n, mean, value=-1).mul_(rstd[:, None])
-    return dx if s is x else dx.to(x.dtype), dw
+    return _plus(dx if s is x else dx.to(x.dtype), plus), dw
+
+
+def _plus(dx: Tensor, plus: Tensor | None) -> Tensor:
+    """dx + plus, in the memory of dx."""
+    return dx if plus is None else dx.add_(plus)
 
 
 rms_norm_grad = primitive(
     Primitive(
-        "rms_norm_grad(Tensor dy, Tensor x, Tensor weight, Tensor rstd) -> dx, dweight",
+        "rms_norm_grad(Tensor dy, Tensor x, Tensor weight, Tensor rstd, Tensor? plus) -> dx, dweight",
         _rms_norm_grad,
         launcher("norm", "rms_norm_bwd", gives=("dx", "dweight")),
-        lambda layer: (layer.x(), layer.x(), layer.tensor(layer.in_features), _statistic(layer)),
+        lambda layer: (layer.x(), layer.x(), layer.tensor(layer.in_features), _statistic(layer), layer.x()),
         _takes,
     )
 )
@@ -109,9 +119,9 @@ layer_norm = primitive(
 
 
 def _layer_norm_grad(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, plus: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, and in fp32 of weight and bias -> (dx, dw, db)."""
+    """The gradients of x, to which `plus` is added, and in fp32 of weight and bias -> (dx, dw, db)."""
     dtype, wide = x.dtype, sums_dtype(x.dtype)
     if dtype is not wide or dy.dtype is not wide:
         dy, x = dy.to(wide), x.to(wide)
@@ -128,7 +138,7 @@ def _layer_norm_grad(
     dx, *sums = _layer_norm_backward(dy, x, weight.shape, mean, rstd, weight, weight, (True, whole, whole))
     if whole:
         dw, db = sums
-    return dx if dtype is wide else dx.to(dtype), dw, db
+    return _plus(dx if dtype is wide else dx.to(dtype), plus), dw, db
 
 
 def _sums_by_block(
@@ -144,23 +154,48 @@ def _sums_by_block(
 
 
 def _layer_norm_grad_fake(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, plus: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     dw = x.new_empty(x.shape[1], dtype=sums_dtype(x.dtype))
     return x.new_empty(x.shape), dw, torch.empty_like(dw)
 
 
 def _layer_norm_grad_sample(layer: Layer) -> tuple[Any, ...]:
-    return layer.x(), layer.x(), layer.tensor(layer.in_features), _statistic(layer), _statistic(layer)
+    statistics = _statistic(layer), _statistic(layer)
+    return layer.x(), layer.x(), layer.tensor(layer.in_features), *statistics, layer.x()
 
 
 layer_norm_grad = primitive(
     Primitive(
-        "layer_norm_grad(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd) -> dx, dweight, dbias",
+        "layer_norm_grad(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, Tensor? plus) "
+        "-> dx, dweight, dbias",
         _layer_norm_grad,
         launcher("norm", "layer_norm_bwd"),
         _layer_norm_grad_sample,
         _takes,
         fake=_layer_norm_grad_fake,  # by_torch would make it a guard how many tokens there are
+    )
+)
+
+
+def _add_norm(
+    y: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centre: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """h = y + residual, and the norm of h: a LayerNorm if centre -> (h, normed, mean, rstd)."""
+    h = residual + y
+    if centre:
+        return h, *_layer_norm(h, weight, bias, eps)
+    normed, rstd = _rms_norm(h, weight, eps)
+    return h, normed, None, rstd
+
+
+add_norm = primitive(
+    Primitive(
+        "add_norm(Tensor y, Tensor residual, Tensor weight, Tensor? bias, float eps, bool centre) "
+        "-> h, normed, mean if centre, rstd",
+        _add_norm,
+        launcher("reduce", "add_norm", "eps", "centre"),
+        lambda layer: (layer.x(), layer.x(), *_layer_norm_sample(layer)[1:], layer.bias),
+        _takes,
     )
 )

@@ -12,7 +12,9 @@ T tokens, K features; sums over the features of a token, in fp32:
     dweight = Σ over tokens of dy * n              (K,)      fp32
     dbias   = Σ over tokens of dy                  (K,)      fp32, LayerNorm
 
-A program holds full rows, so x is read once and the variance is that of centred values. The backward is
+A program holds full rows, so x is read once and the variance is that of centred values. Where x is the sum of
+slots and a residual, `reduce.add_norm` writes it and its norm in one pass, and the backward adds the gradient
+that x has as the next residual, `plus`, to dx. The backward is
 deterministic: each program sums dweight over a fixed number of tokens, and `sum_partials` adds those up;
 dbias is left to `bias_grad`, as a second accumulator would not fit with rows of 16k features.
 """
@@ -30,7 +32,7 @@ from tpkernels.kernels import launch
 from tpkernels.kernels.bias_grad import bias_grad, sum_partials
 from tpkernels.kernels.interpret import mend
 from tpkernels.kernels.launch_plans import planned
-from tpkernels.kernels.operands import require_matrices, require_parameter, require_statistic
+from tpkernels.kernels.operands import require_matrices, require_parameter, require_shape, require_statistic
 from tpkernels.kernels.target import target_of
 from tpkernels.kernels.tiles import BlockTile, row_tile
 
@@ -70,11 +72,18 @@ def _norm_fwd_kernel(
         x = tl.where(mask, x - mean[:, None], 0.0)
     rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / K + eps)
     tl.store(rstd_ptr + t, rstd, in_rows)
+    y = scaled_rows(x, rstd, k, weight_ptr, bias_ptr, K, stride_wk, stride_bk, HAS_BIAS)
+    tl.store(y_ptr + t[:, None] * K + k[None, :], y.to(y_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def scaled_rows(x, rstd, k, weight_ptr, bias_ptr, K, stride_wk, stride_bk, HAS_BIAS: tl.constexpr):
+    """The norm of rows that are centred. k: the features of their columns"""
     weight = tl.load(weight_ptr + k * stride_wk, k < K, 0.0).to(tl.float32)
     y = x * rstd[:, None] * weight[None, :]
     if HAS_BIAS:
         y += tl.load(bias_ptr + k * stride_bk, k < K, 0.0).to(tl.float32)[None, :]
-    tl.store(y_ptr + t[:, None] * K + k[None, :], y.to(y_ptr.dtype.element_ty), mask)
+    return y
 
 
 class NormForward(NamedTuple):
@@ -180,6 +189,9 @@ def _norm_bwd_kernel(
     CHUNK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,  # at least K
+    plus_ptr=None,  # (T, K), like dx; None: nothing is added to dx
+    stride_pt=None,
+    stride_pk=None,
 ):
     """One program takes CHUNK tokens, BLOCK_ROWS at a time."""
     program = tl.program_id(0).to(tl.int64)
@@ -209,6 +221,11 @@ def _norm_bwd_kernel(
         scale = tl.sum(dn * n, axis=1) / K
         shift = tl.sum(dn, axis=1) / K if CENTRE else tl.zeros((BLOCK_ROWS,), tl.float32)
         dx = (dn - n * scale[:, None] - shift[:, None]) * rstd[:, None]
+        if plus_ptr is not None:  # to dx as it would be written: the bits of two passes
+            plus = tl.load(
+                plus_ptr + t[:, None] * stride_pt + k.to(tl.int64)[None, :] * stride_pk, mask, 0.0
+            ).to(tl.float32)
+            dx = dx.to(dx_ptr.dtype.element_ty).to(tl.float32) + plus
         tl.store(dx_ptr + t[:, None] * K + k[None, :], dx.to(dx_ptr.dtype.element_ty), mask)
     tl.store(dweight_ptr + program * K + k, tl.sum(dweight, axis=0), in_cols)
 
@@ -227,6 +244,7 @@ def rms_norm_bwd(
     x: Tensor,
     weight: Tensor,
     rstd: Tensor,
+    plus: Tensor | None = None,
     *,
     tile: BlockTile | None = None,
 ) -> NormBackward:
@@ -235,8 +253,9 @@ def rms_norm_bwd(
     dy, x: (tokens, features)
     weight: (features,)
     rstd: (tokens,), the forward's
+    plus: like x; another gradient of x, which is added to dx
     """
-    return _norm_bwd("rms_norm_bwd", dy, x, weight, None, rstd, tile)
+    return _norm_bwd("rms_norm_bwd", dy, x, weight, None, rstd, plus, tile)
 
 
 @planned
@@ -246,6 +265,7 @@ def layer_norm_bwd(
     weight: Tensor,
     mean: Tensor,
     rstd: Tensor,
+    plus: Tensor | None = None,
     *,
     tile: BlockTile | None = None,
 ) -> NormBackward:
@@ -253,7 +273,7 @@ def layer_norm_bwd(
 
     mean: (tokens,), the forward's
     """
-    return _norm_bwd("layer_norm_bwd", dy, x, weight, mean, rstd, tile)
+    return _norm_bwd("layer_norm_bwd", dy, x, weight, mean, rstd, plus, tile)
 
 
 def _norm_bwd(
@@ -263,11 +283,12 @@ def _norm_bwd(
     weight: Tensor,
     mean: Tensor | None,
     rstd: Tensor,
+    plus: Tensor | None,
     tile: BlockTile | None,
 ) -> NormBackward:
-    require_matrices(launcher, ("dy", dy), ("x", x))
-    if dy.shape != x.shape:
-        raise ValueError(f"{launcher}: expected dy of the shape of x {tuple(x.shape)}, got {tuple(dy.shape)}")
+    require_matrices(launcher, ("dy", dy), ("x", x), ("plus", plus))
+    for name, gradient in (("dy", dy), ("plus", plus)):
+        require_shape(launcher, name, gradient, tuple(x.shape), "that of x")
     require_parameter(launcher, "weight", weight, x)
     require_statistic(launcher, "rstd", rstd, x)
     if mean is not None:
@@ -291,10 +312,11 @@ def _norm_bwd(
         *dy.stride(),
         *x.stride(),
         weight.stride(0),
-        CENTRE=mean is not None,
-        CHUNK=tile.chunk,
-        BLOCK_ROWS=tile.block_rows,
-        BLOCK_COLS=tile.block_cols,
+        mean is not None,
+        tile.chunk,
+        tile.block_rows,
+        tile.block_cols,
+        *(() if plus is None else (plus, *plus.stride())),
         num_warps=tile.num_warps,
     )
     return NormBackward(dx, sum_partials(dweight), None if mean is None else bias_grad(dy))

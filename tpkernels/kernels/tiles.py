@@ -63,6 +63,7 @@ EMBEDDING = BlockTile(4, 512, num_warps=4)
 EMBEDDING_GRAD = BlockTile(8, 1024, num_warps=8, chunk=128)  # many tokens may share a row
 INTERPRETED_EMBEDDING = BlockTile(4, 32, num_warps=4, chunk=8)
 MAX_FEATURES = 2**14  # of a norm: a row is held in the registers of one program
+MAX_SLOT_ROW = 2 * MAX_FEATURES  # bytes: a program that also adds slots would spill wider rows of fp32
 
 
 def row_tile(launcher: str, features: int) -> BlockTile:
@@ -76,7 +77,8 @@ def row_tile(launcher: str, features: int) -> BlockTile:
         )
     block_cols = max(16, 1 << (features - 1).bit_length())
     block_rows = max(1, min(16, 2048 // block_cols))
-    return BlockTile(block_rows, block_cols, num_warps=max(4, min(32, block_cols // 512)))
+    num_warps = max(4, min(32, block_cols // 512))
+    return BlockTile(block_rows, block_cols, num_warps, per_processor=32 // num_warps)
 
 
 _INTERPRETED = MatmulTile(32, 32, 32, num_warps=4, num_stages=1, parts=2, group=2)

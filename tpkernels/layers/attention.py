@@ -163,19 +163,26 @@ class ParallelAttention(nn.Module):
             skip_bias_add=skip_bias_add,
             options=options,
         )
-        compare_inputs(self, world, shards=("hidden",) if self.output.sequence_parallel else ())
+        shards = ("hidden", "residual") if self.output.sequence_parallel else ()
+        compare_inputs(self, world, shards=shards)
 
     def forward(
-        self, hidden: Tensor, attention_mask: Tensor | None = None, *, rotary: Rotation | None = None
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        rotary: Rotation | None = None,
+        residual: Tensor | None = None,
+        norm: ops.Norm | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (output, output_bias), as `RowParallelLinear` does.
+        """Return (output, output_bias), or with residual and norm what `RowParallelLinear` does.
 
         hidden: (tokens, batch, hidden_size), or this rank's tokens if sequence_parallel
         attention_mask: broadcastable to (batch, heads, tokens, tokens): boolean, True where a token may
             attend, or numbers that are added to the scores; combined with `causal`
         rotary: the rotation of the tokens' positions, by default 0, 1, ...
             Mask and rotation are replicated. Their gradients, if required, are summed over all heads
-        output: like hidden
+        output, residual: like hidden
         """
         if hidden.ndim != 3:
             raise ValueError(
@@ -188,7 +195,8 @@ class ParallelAttention(nn.Module):
             rotary = Rotation(*map(self._of_all_heads, rotary))
             query, key = rotate(query, rotary), rotate(key, rotary)
         attend = partial(checkpoint, self._attend) if self.recompute and self.training else self._attend
-        output, output_bias = self.output(attend(query, key, value, mask))
+        added = {} if residual is None and norm is None else {"residual": residual, "norm": norm}
+        output, output_bias = self.output(attend(query, key, value, mask), **added)
         return output, output_bias
 
     def _of_all_heads(self, given: Tensor) -> Tensor:

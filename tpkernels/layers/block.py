@@ -17,11 +17,12 @@ from tpkernels.layers.attention import ParallelAttention, ParallelDropout, Rotat
 from tpkernels.layers.batches import compare_inputs
 from tpkernels.layers.checkpoint import checkpoint
 from tpkernels.layers.initial import InitMethod
-from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear, with_recipe
-from tpkernels.layers.norm import LayerNorm, RMSNorm
+from tpkernels.layers.linear import ColumnParallelLinear, RowParallelLinear, added_to, with_recipe
+from tpkernels.layers.norm import LayerNorm, RMSNorm, is_bare, norm_for_op
 from tpkernels.layers.options import DEFAULT, LayerOptions, LinearOptions, Unpack, takes
 from tpkernels.layers.parallel_module import ParallelModule
 from tpkernels.ops.activations import ACTIVATIONS, GATE_OF, Activation, Glu
+from tpkernels.ops.local.norm import NormKind
 from tpkernels.ops.quantize import Recipe
 
 
@@ -92,12 +93,15 @@ class ParallelMLP(ParallelModule):
         if not self.sequence_parallel:
             compare_inputs(self, self.world, until_activations=True)
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (output, output_bias), as `RowParallelLinear` does.
+    def forward(
+        self, input_: Tensor, *, residual: Tensor | None = None, norm: ops.Norm | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (output, output_bias), or with residual and norm what `RowParallelLinear` does.
 
         input_: (tokens, ..., hidden_size), or this rank's tokens of dimension 0 if sequence_parallel
-        output: like the input
+        output, residual: like the input
         """
+        added = {} if residual is None and norm is None else added_to(self, residual, norm)
         up, gate, down = self.up, self.gate, self.down
         if input_.ndim < 1 or input_.shape[-1] != up.input_size:
             self.require_features(input_, up.input_size, "every rank needs all features")
@@ -120,18 +124,18 @@ class ParallelMLP(ParallelModule):
             main_grads=main_grads,
             quantize=self.quantize,
             tp_invariant=self.world.tp_invariant,
+            **added,
         )
-        return output, down.bias if self.skip_bias_add else None
+        return output if added else (output, down.bias if self.skip_bias_add else None)
 
     def extra_repr(self) -> str:
         said = f"activation={self.activation}, sequence_parallel={self.sequence_parallel}"
         return with_recipe(said, self.quantize)
 
 
-NormName = Literal["layer_norm", "rms_norm"]
 Recompute = Literal["none", "selective", "full"]
 
-_NORMS: dict[NormName, type[LayerNorm] | type[RMSNorm]] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
+_NORMS: dict[NormKind, type[LayerNorm] | type[RMSNorm]] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
 
 
 class TransformerBlock(nn.Module):
@@ -158,7 +162,7 @@ class TransformerBlock(nn.Module):
         rotary_base: float = 10_000.0,
         causal: bool = True,
         activation: Activation | Glu = "gelu_tanh",
-        norm: NormName = "layer_norm",
+        norm: NormKind = "layer_norm",
         norm_eps: float = 1e-5,
         bias: bool = True,
         dropout: float = 0.0,
@@ -203,17 +207,66 @@ class TransformerBlock(nn.Module):
         self.dropout = ParallelDropout(dropout, is_split=is_split, tp_invariant=options.tp_invariant)
 
     def forward(
-        self, hidden: Tensor, attention_mask: Tensor | None = None, *, rotary: Rotation | None = None
-    ) -> Tensor:
-        """Compute the layer. hidden, attention_mask, rotary: as in `ParallelAttention`"""
-        if self.recompute == "full" and self.training:
-            recomputed: Tensor = checkpoint(self._compute, hidden, attention_mask, rotary)
-            return recomputed
-        return self._compute(hidden, attention_mask, rotary)
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        rotary: Rotation | None = None,
+        normed: Tensor | None = None,
+        norm: ops.Norm | None = None,
+    ) -> Any:
+        """Compute the layer. hidden, attention_mask, rotary: as in `ParallelAttention`
 
-    def _compute(self, hidden: Tensor, mask: Tensor | None, rotary: Rotation | None) -> Tensor:
-        attended, _ = self.attention(self.attention_norm(hidden), mask, rotary=rotary)
-        hidden = hidden + self.dropout(attended)
-        mixed, _ = self.mlp(self.mlp_norm(hidden))
-        result: Tensor = hidden + self.dropout(mixed)
-        return result
+        normed: what `attention_norm` returns, if the layer before has computed it
+        norm: of the layer that follows, by `ends_in`; then return the output and what that norm returns
+        """
+        if self.recompute == "full" and self.training:
+            return checkpoint(self._compute, hidden, attention_mask, rotary, normed, norm)
+        return self._compute(hidden, attention_mask, rotary, normed, norm)
+
+    def _compute(
+        self,
+        hidden: Tensor,
+        mask: Tensor | None,
+        rotary: Rotation | None,
+        normed: Tensor | None,
+        norm: ops.Norm | None,
+    ) -> Any:
+        normed = self.attention_norm(hidden) if normed is None else normed
+        own = self._norm_behind(self.attention, self.mlp_norm)
+        if own is not None:
+            hidden, normed = self.attention(normed, mask, rotary=rotary, residual=hidden, norm=own)
+        else:
+            attended, _ = self.attention(normed, mask, rotary=rotary)
+            hidden = hidden + self.dropout(attended)
+            normed = self.mlp_norm(hidden)
+        if norm is not None:
+            return self.mlp(normed, residual=hidden, norm=norm)
+        mixed, _ = self.mlp(normed)
+        return hidden + self.dropout(mixed)
+
+    def ends_in(self, following: nn.Module) -> ops.Norm | None:
+        """Return the norm of `following`, which begins with it, if this layer may compute it; else None.
+
+        With recompute="full" backward would keep what it returns as well.
+        """
+        layers = self, following if isinstance(following, TransformerBlock) else self
+        if self.recompute == "full" or any(type(one) is not TransformerBlock for one in layers):
+            return None
+        norm = following.attention_norm if isinstance(following, TransformerBlock) else following
+        return self._norm_behind(self.mlp, norm) if all(map(is_bare, layers)) else None
+
+    def _norm_behind(self, branch: nn.Module, norm: nn.Module) -> ops.Norm | None:
+        """Return a norm as the branch before it takes it; None if it is to be called.
+
+        A branch is to return its output if that is dropped from, or if hooks see it.
+        """
+        last: Any = branch.output if type(branch) is ParallelAttention else branch
+        if type(last) not in (RowParallelLinear, ParallelMLP) or last.skip_bias_add:
+            return None
+        if not (is_bare(branch, called=True) and is_bare(last, called=True) and is_bare(self.dropout)):
+            return None
+        if type(self.dropout) is not ParallelDropout or (self.training and self.dropout.p):
+            return None
+        invariant = last.world.tp_invariant
+        return norm_for_op(norm, sequence_parallel=last.sequence_parallel, tp_invariant=invariant)

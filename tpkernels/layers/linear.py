@@ -274,11 +274,14 @@ class RowParallelLinear(_ParallelLinear):
         if not input_is_parallel:
             compare_inputs(self, self.world, until_activations=True)
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (output, output_bias).
+    def forward(
+        self, input_: Tensor, *, residual: Tensor | None = None, norm: ops.Norm | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (output, output_bias); with residual and norm (residual + output, its norm), in one pass.
 
         input_: (tokens, ..., input_size_per_partition), or input_size unless input_is_parallel
-        output: (tokens, ..., output_size), or this rank's tokens of dimension 0 if sequence_parallel
+        output, residual: (tokens, ..., output_size), or this rank's tokens of dimension 0 if
+            sequence_parallel
         """
         group = self.world.group
         features = self.input_size_per_partition if self.input_is_parallel else self.input_size
@@ -287,6 +290,7 @@ class RowParallelLinear(_ParallelLinear):
             self.require_features(input_, features, f"input_is_parallel={takes} features")
         if not self.input_is_parallel:
             input_ = scatter_to_region(input_, group)
+        added = {} if residual is None and norm is None else added_to(self, residual, norm)
         weight: Tensor = self.weight
         main_grad: Tensor | None = None
         if self.gradient_accumulation_fusion:
@@ -301,8 +305,19 @@ class RowParallelLinear(_ParallelLinear):
             main_grad=main_grad,
             quantize=self.quantize,
             tp_invariant=self.world.tp_invariant,
+            **added,
         )
-        return output, self.bias if self.skip_bias_add else None
+        return output if added else (output, self.bias if self.skip_bias_add else None)
+
+
+def added_to(layer: nn.Module, residual: Tensor | None, norm: ops.Norm | None) -> dict[str, Any]:
+    """Return the options of an op for what a layer adds to its output. layer: with `skip_bias_add`"""
+    if layer.skip_bias_add:
+        raise ValueError(
+            f"{type(layer).__name__}: expected no skip_bias_add with residual and norm, which take the bias; "
+            "let the layer add it"
+        )
+    return {"residual": residual, "norm": norm}
 
 
 class VocabParallelEmbedding(ParallelModule):

@@ -8,6 +8,7 @@ norm itself sums them in backward, before they are rounded, and the parameters a
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.options import DEFAULT, LayerOptions, ReplicatedOptions, Unpack, takes
 from tpkernels.layers.parallel_module import MarkedModule
 from tpkernels.layers.world import tensor_world
+from tpkernels.ops.local.norm import NormKind
 from tpkernels.tp_invariance import given_or_default
 
 
@@ -24,6 +26,7 @@ class _Norm(MarkedModule):
     """Base class: parameters of the size of a token's features."""
 
     weight: nn.Parameter
+    kind: ClassVar[NormKind]
 
     @takes(ReplicatedOptions)
     def __init__(
@@ -65,6 +68,8 @@ class RMSNorm(_Norm):
     state: the tensor-parallel group, looked up with TP-invariance only; None: the current state
     """
 
+    kind = "rms_norm"
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x, (..., hidden_size)."""
         group = None if self.world is None else self.world.group
@@ -78,6 +83,7 @@ class LayerNorm(_Norm):
     """
 
     bias: nn.Parameter | None
+    kind = "layer_norm"
 
     @takes(ReplicatedOptions)
     def __init__(
@@ -100,3 +106,25 @@ class LayerNorm(_Norm):
         return ops.layer_norm(
             x, self.weight, self.bias, eps=self.eps, group=group, tp_invariant=self.tp_invariant
         )
+
+
+def norm_for_op(norm: nn.Module, *, sequence_parallel: bool, tp_invariant: int) -> ops.Norm | None:
+    """Return a norm as an op takes it that ends in it; None if it is to be called.
+
+    That is if its class is not one of these, if hooks or wrappers hang on it, or if it sums gradients
+    otherwise than an op with these options.
+    """
+    if type(norm) not in (RMSNorm, LayerNorm) or not is_bare(norm):
+        return None
+    assert isinstance(norm, _Norm)
+    if (norm.sequence_parallel, norm.tp_invariant) != (sequence_parallel, tp_invariant):
+        return None
+    if type(norm.weight) is not nn.Parameter:  # `fully_shard` has it
+        return None
+    return ops.Norm(norm.weight, norm._parameters.get("bias"), norm.eps, norm.kind)
+
+
+def is_bare(module: nn.Module, *, called: bool = False) -> bool:
+    """Whether nothing sees what a module returns, nor, unless it is called, what it is given."""
+    seen = module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
+    return not any(seen) and "forward" not in vars(module) and (called or not module._forward_pre_hooks)

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # sizes alone need no torch
-    from tpkernels.layers.block import NormName
     from tpkernels.ops.activations import Activation, Glu
+    from tpkernels.ops.local.norm import NormKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class GPTConfig:
     max_positions: int | None = None
     rotary_base: float = 10_000.0
     activation: Activation | Glu = "gelu_tanh"
-    norm: NormName = "layer_norm"
+    norm: NormKind = "layer_norm"
     norm_eps: float = 1e-5
     bias: bool = True
     tied: bool = True

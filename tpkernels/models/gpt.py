@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tpkernels import ops
-from tpkernels.layers.attention import ParallelDropout
+from tpkernels.layers.attention import ParallelDropout, Rotation
 from tpkernels.layers.attributes import Attributes
 from tpkernels.layers.block import Recompute, TransformerBlock
 from tpkernels.layers.initial import fill_shard, fill_with_nan
@@ -183,11 +183,19 @@ class GPT(nn.Module):
             first = self.blocks[0]
             assert isinstance(first, TransformerBlock)
             rotary = first.attention.rotation(tokens, hidden.dtype, hidden.device)  # once for all blocks
-        hidden = self.dropout(hidden)
-        for block in self.blocks:
-            hidden = block(hidden, rotary=rotary)
-        normed: Tensor = self.norm(hidden)
-        return normed
+        return self._through_blocks(self.dropout(hidden), rotary)
+
+    def _through_blocks(self, hidden: Tensor, rotary: Rotation | None) -> Tensor:
+        """Compute all blocks and the norm; a block ends in the norm that follows, where it may."""
+        normed: Tensor | None = None
+        for block, following in zip(self.blocks, [*self.blocks[1:], self.norm], strict=True):
+            given = {} if normed is None else {"normed": normed}
+            norm = block.ends_in(following) if isinstance(block, TransformerBlock) else None
+            if norm is None:
+                hidden, normed = block(hidden, rotary=rotary, **given), None
+            else:
+                hidden, normed = block(hidden, rotary=rotary, norm=norm, **given)
+        return self.norm(hidden) if normed is None else normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the logits of all tokens: (tokens, batch, columns of this rank)."""

@@ -2,6 +2,7 @@ from tpkernels.ops.local.linear import linear as linear
 from tpkernels.ops.local.mlp import gated as gated
 from tpkernels.ops.local.mlp import mlp as mlp
 from tpkernels.ops.local.mlp import swiglu as swiglu
+from tpkernels.ops.local.norm import Norm as Norm
 from tpkernels.ops.local.norm import layer_norm as layer_norm
 from tpkernels.ops.local.norm import rms_norm as rms_norm
 from tpkernels.ops.tensor_parallel.column_linear import column_linear as column_linear

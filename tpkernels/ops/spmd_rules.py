@@ -99,6 +99,17 @@ def row(x: Typed, weight: Typed, bias: Typed | None, tp: TensorParallel) -> Type
     return einsum("tn,n->tn", y, full(bias, group) if scatter else bias)
 
 
+def normed(
+    y: Typed, residual: Typed | None, weight: Typed, bias: Typed | None, tp: TensorParallel
+) -> Typed | tuple[Typed, Typed]:
+    """y, or with a residual their sum and its norm; with TP-invariance gradients are summed over ranks."""
+    if residual is None:
+        return y
+    group = tp.group if tp.segments and tp.sequence_parallel else None
+    h = einsum("tn,tn->tn", y, residual)
+    return h, einsum("t_,_,_->t_", h, full(weight, group), full(bias, group))
+
+
 def losses(logits: Typed, target: Typed, class_weight: Typed | None, group: ProcessGroup | None) -> Typed:
     """The loss of each target, (tokens,) or (tokens, n), which all ranks have alike."""
     targets = "tn"[: target.ndim]

@@ -32,6 +32,7 @@ from tpkernels.kernels.tiles import (
     KERNELS,
     LOGITS,
     MAX_FEATURES,
+    MAX_SLOT_ROW,
     ORDERED_SUM,
     SLOT_SUM,
     SLOT_SUM_ALONE,
@@ -396,6 +397,15 @@ def _row_specs() -> Iterator[EntrySpec]:
         for features in FEATURES:
             yield _row_spec("norm_fwd", f"{features}/{kind}", BF16, norm, features)
             yield _row_spec("norm_bwd", f"{features}/{kind}", BF16, norm, features)
+            plus = partial(norm, plus=True)
+            yield _row_spec("norm_bwd", f"{features}/{kind}+plus", BF16, plus, features)
+            added = partial(recording.slot_sums, wait=False, norm=kind)
+            yield _row_spec("reduce_slots", f"{features}/bias+{kind}", BF16, added, features)
+            waiting = partial(recording.slot_sums, norm=kind)
+            yield _row_spec("reduce_slots", f"{features}/bias+{kind}+wait", BF16, waiting, features)
+    widest = partial(recording.slot_sums, norm="layer")
+    features = MAX_SLOT_ROW // FP32.itemsize
+    yield _row_spec("reduce_slots", f"{features}/bias+layer+wait", FP32, widest, features)
     for dtype in (BF16, FP32):
         yield _row_spec("sum_rows", f"{SUM.chunk}x{SUM.block_cols}", dtype, recording.row_sums)
         ordered = partial(recording.row_sums, launcher=partial(bias_grad, tile=ORDERED_SUM))

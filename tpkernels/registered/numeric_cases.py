@@ -187,4 +187,7 @@ def _rows(of: Operands) -> Iterator[NumericCase]:
     for name in recording.other_primitives():
         yield NumericCase(f"{name}/{way}", partial(recording.primitive, of, name))
     for kind in ("rms", "layer"):
-        yield NumericCase(f"{kind}_norm_fwd/{kind}_norm_bwd/{way}", partial(recording.norm, of, kind))
+        fwd_bwd = f"{kind}_norm_fwd/{kind}_norm_bwd/{way}"
+        yield NumericCase(fwd_bwd, partial(recording.norm, of, kind))
+        yield NumericCase(f"{fwd_bwd}/plus", partial(recording.norm, of, kind, plus=True))
+        yield NumericCase(f"add_norm/{way}/{kind}", partial(recording.slot_sums, of, norm=kind))

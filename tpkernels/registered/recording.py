@@ -42,7 +42,7 @@ from tpkernels.kernels.elementwise import glu_grad as run_glu_grad
 from tpkernels.kernels.flags import advance as count_call
 from tpkernels.kernels.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
 from tpkernels.kernels.operands import Form
-from tpkernels.kernels.reduce import add_slots, reduce_slots
+from tpkernels.kernels.reduce import add_norm, add_slots, reduce_slots
 from tpkernels.kernels.scaled import Scaled
 from tpkernels.kernels.scatter_linear import scatter_linear as store_product
 from tpkernels.kernels.segments import segment_sum
@@ -94,13 +94,14 @@ def in_float64(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
+WhichNorm = Literal["rms", "layer"]
 BARE: Mapping[str, Any] = {"bias": False, "training": False}  # of a layer: nothing is added or kept
 
 # whose cases and entries are listed by name: there are calls for them here, or other tiles
 LISTED = (
     *ELEMENTWISE,
     *("bias_grad", "lookup", "lookup_grad", "softmax_statistics", "cross_entropy_grad"),
-    *("rms_norm", "rms_norm_grad", "layer_norm", "layer_norm_grad"),
+    *("rms_norm", "rms_norm_grad", "layer_norm", "layer_norm_grad", "add_norm"),
     *("quantize", "dequantize", "scaled_linear"),
 )
 
@@ -220,15 +221,31 @@ def row_sums(of: Operands, launcher: Callable[[Tensor], Tensor] = bias_grad) -> 
 
 
 def slot_sums(
-    of: Operands, wait: bool = True, slots: int = 3, tree: bool = False, tile: BlockTile | None = None
+    of: Operands,
+    wait: bool = True,
+    slots: int = 3,
+    tree: bool = False,
+    tile: BlockTile | None = None,
+    norm: WhichNorm | None = None,
 ) -> Results:
-    """So many slots, each in two parts; the flags before theirs are of others."""
+    """So many slots, each in two parts; the flags before theirs are of others.
+
+    norm: of their sum plus a residual
+    """
     rows = of.tokens // 2 * 2
     given = of.tensor(slots * rows, of.in_features).unflatten(0, (slots, rows))
     bias = of.tensor(of.in_features)
     arrivals, chunks = (of.arrivals(5 + 2 * slots), range(5, 5 + 2 * slots)) if wait else (None, None)
-    y = reduce_slots(given, bias, arrivals=arrivals, chunks=chunks, tree=tree, tile=tile)
-    return {"y": (y, reference.reduce_slots_ref(given.double(), bias.double(), tree=tree))}
+    how: dict[str, Any] = {"arrivals": arrivals, "chunks": chunks, "tile": tile}
+    exact = reference.reduce_slots_ref(given.double(), bias.double(), tree=tree)
+    if norm is None:
+        return {"y": (reduce_slots(given, bias, tree=tree, **how), exact)}
+    residual, weight = of.tensor(rows, of.in_features) + 0.5, of.tensor(of.in_features)
+    norm_bias = of.tensor(of.in_features) if norm == "layer" else None
+    ours = add_norm(given, residual, weight, norm_bias, bias=bias, centre=norm == "layer", **how)
+    h = exact.to(of.dtype).double() + residual.double()  # it adds rounded sums, and normalizes a rounded h
+    truths = _exact_norm(norm, h.to(of.dtype).double(), weight.double(), in_float64(norm_bias))
+    return {word: (getattr(ours, word), one) for word, one in (truths | {"h": h}).items()}
 
 
 def added_slots(of: Operands, into: torch.dtype, accumulate: bool) -> Results:
@@ -266,28 +283,38 @@ def glu_grad(of: Operands, kind: Glu) -> Results:
     return dict(zip(ours._fields, zip(ours, exact, strict=True), strict=True))
 
 
-def norm(of: Operands, kind: Literal["rms", "layer"]) -> Results:
-    """Forward and backward."""
+def norm(of: Operands, kind: WhichNorm, plus: bool = False) -> Results:
+    """Forward and backward. plus: x is the next residual, and has a gradient as that"""
     x, dy = of.x() + 0.5, of.x()
     weight, bias = of.tensor(of.in_features), of.tensor(of.in_features)
+    added = of.x() if plus else None
     if kind == "rms":
         ours = rms_norm_fwd(x, weight)
-        grads = rms_norm_bwd(dy, x, weight, ours.rstd)
+        grads = rms_norm_bwd(dy, x, weight, ours.rstd, added)
     else:
         ours = layer_norm_fwd(x, weight, bias)
         assert ours.mean is not None
-        grads = layer_norm_bwd(dy, x, weight, ours.mean, ours.rstd)
+        grads = layer_norm_bwd(dy, x, weight, ours.mean, ours.rstd, added)
     dy, x, w = dy.double(), x.double(), weight.double()
-    exact = {}
+    exact = _exact_norm(kind, x, w, bias.double())
     if kind == "rms":
-        exact["y"], exact["rstd"] = reference.rms_norm_ref(x, w)
         exact["dx"], exact["dweight"] = reference.rms_norm_bwd_ref(dy, x, w, exact["rstd"])
     else:
-        exact["y"], exact["mean"], exact["rstd"] = reference.layer_norm_ref(x, w, bias.double())
         statistics = exact["mean"], exact["rstd"]
         exact["dx"], exact["dweight"], exact["dbias"] = reference.layer_norm_bwd_ref(dy, x, w, *statistics)
+    if added is not None:
+        exact["dx"] = exact["dx"] + added.double()
     found = {**ours._asdict(), **grads._asdict()}
-    return {word: (found[word], one) for word, one in exact.items()}
+    return {word: (found[word], one) for word, one in exact.items() if word in found}
+
+
+def _exact_norm(kind: WhichNorm, x: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
+    """What a norm of x writes, by name, and x as `h`."""
+    if kind == "rms":
+        y, rstd = reference.rms_norm_ref(x, weight)
+        return {"h": x, "y": y, "rstd": rstd}
+    y, mean, rstd = reference.layer_norm_ref(x, weight, bias)
+    return {"h": x, "y": y, "mean": mean, "rstd": rstd}
 
 
 def cross_entropy(of: Operands, scale: float | None = None) -> Results:

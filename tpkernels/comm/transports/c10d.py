@@ -199,16 +199,18 @@ class Collectives:
         if not own_moved:  # the last round has them
             slots[plan.kept].copy_(_own_rows(round, chunk, plan.own))
         slots = slots.view(calls.ranks, plan.rows // calls.ranks, terms.cols)
-        return Reduce(terms, waits, lambda: self._sum(slots, bias, tree=terms.tree), launches.end)
+        return Reduce(terms, waits, partial(self._sum, slots, bias, terms), launches.end)
 
-    def _sum(self, slots: Tensor, bias: Tensor | None, *, tree: bool) -> Tensor:
+    def _sum(self, slots: Tensor, bias: Tensor | None, terms: Terms) -> Tensor:
+        tree, after = terms.tree, terms.after
         if self._kernels is None:
             return add_up(slots, bias, tree=tree)
         ranks, rows, cols = slots.shape
-        if bias is None and cols % _WIDE_ROW:  # any rows will do, and a region's may have one column
+        if bias is None and after is None and cols % _WIDE_ROW:
+            # any rows will do, and a region's may have one column
             wide = slots.view(ranks, -1, gcd(rows * cols, _WIDE_ROW))
             return self._kernels.sum_of(wide, None, None, tree=tree).view(rows, cols)
-        return self._kernels.sum_of(slots, bias, None, tree=tree)
+        return self._kernels.sum_of(slots, bias, None, tree=tree, after=after)
 
 
 def _own_rows(round: Round, chunk: Tensor, own: slice) -> Tensor:

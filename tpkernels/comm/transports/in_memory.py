@@ -99,10 +99,11 @@ class Mailboxes:
                 chunk, first = computed(round.rows).contiguous(), round.rows.start
                 delivery.move(round, chunk, first)
             delivery.keep(chunk[plan.own.start - first : plan.own.stop - first])  # the last round has them
-        return Reduce(terms, (), lambda: self._sum(delivery, bias, tree=terms.tree), delivery.end)
+        return Reduce(terms, (), partial(self._sum, delivery, bias, terms), delivery.end)
 
-    def _sum(self, delivery: MailboxDelivery, bias: Tensor | None, *, tree: bool) -> Tensor:
+    def _sum(self, delivery: MailboxDelivery, bias: Tensor | None, terms: Terms) -> Tensor:
         if self._kernels is not None:
-            return self._kernels.sum_of(delivery.slots, bias, delivery, tree=tree)
+            slots = delivery.slots
+            return self._kernels.sum_of(slots, bias, delivery, tree=terms.tree, after=terms.after)
         delivery.await_rows(slice(0, delivery.plan.rows))
-        return add_up(delivery.slots, bias, tree=tree)
+        return add_up(delivery.slots, bias, tree=terms.tree)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,13 @@ Until = Callable[[], object]  # blocks until something is there; on a GPU the cu
 Arriving = tuple[slice, Until | None]  # rows of the matrix, and what to call before they are read
 
 
+class After(Protocol):
+    """What follows a sum: a kernel that adds slots computes it in the same pass."""
+
+    def add_slots(self, slots: Tensor, bias: Tensor | None, **how: Any) -> Tensor:
+        """Add the slots plus bias; return what follows from the sum, in the place of the sum."""
+
+
 @dataclass(slots=True)
 class Terms:
     """This rank's terms of a sum over ranks, (rows, cols), computed on demand.
@@ -40,6 +47,7 @@ class Terms:
     tree: terms of ranks are added in a tree, as TP-invariance asks for
     pairs: the terms are Σ a wᵀ of these (a, w), which a kernel may compute and store where they belong
     alone: computes the sum of a rank without others, plus bias; None: the terms, then the bias
+    after: what kernels that add slots also compute in that pass; see `Kernels.sum_of`
     """
 
     rows: int
@@ -51,6 +59,7 @@ class Terms:
     tree: bool = False
     pairs: Sequence[tuple[Tensor, Tensor]] = ()
     alone: Callable[[Tensor | None], Tensor] | None = None
+    after: After | None = None
 
     def at_once(self) -> Tensor:
         """Compute all terms."""
@@ -68,6 +77,7 @@ def part_of(terms: Terms, rows: slice) -> Terms:
         compute=lambda some: terms.compute(slice(first + some.start, first + some.stop)),
         dtype=None,
         pairs=(),
+        after=None,
     )
 
 
@@ -90,9 +100,18 @@ class Kernels(Protocol):
         """Return a copy of all rows of a delivery, once they are there."""
 
     def sum_of(
-        self, slots: Tensor, bias: Tensor | None, delivery: MailboxDelivery | None, *, tree: bool
+        self,
+        slots: Tensor,
+        bias: Tensor | None,
+        delivery: MailboxDelivery | None,
+        *,
+        tree: bool,
+        after: After | None = None,
     ) -> Tensor:
-        """Return the sum of slots plus bias; of a delivery once they are there."""
+        """Return the sum of slots plus bias; of a delivery once they are there.
+
+        after: adds the slots, and returns what follows from the sum
+        """
 
     def pushes(self, terms: Terms, dtype: torch.dtype) -> bool:
         """Whether one kernel computes the terms and stores them in the slots of all ranks."""
@@ -132,7 +151,7 @@ class Gather:
         copy: of all rows, which waits for them; None: the host waits
         add: adds up slots; None: `add_up`
         """
-        self._add = add or add_up
+        self._add = add
         self.full, self._arriving, self._end, self._copy = full, arriving, end, copy
         self.lasts, self._at_once, self.keeps, self.delivery = lasts, at_once, keeps, delivery
 
@@ -183,7 +202,8 @@ class Gather:
         full = self.all()
         if not full.numel():
             return full.new_empty(terms.rows, terms.cols)
-        return self._add(full.view(-1, terms.rows, terms.cols), bias, tree=terms.tree)
+        slots = full.view(-1, terms.rows, terms.cols)
+        return self._add(slots, bias, terms) if self._add else add_up(slots, bias, tree=terms.tree)
 
     def read(self) -> None:
         """Say that a kernel has read all rows of `delivery`; those that are kept it has not."""
@@ -266,9 +286,9 @@ class AroundWait(Protocol):
 
 
 class Add(Protocol):
-    """Adds up slots, (ranks, rows, cols), in the order of ranks, plus bias."""
+    """Adds up slots of terms, (ranks, rows, cols), plus bias."""
 
-    def __call__(self, slots: Tensor, bias: Tensor | None, *, tree: bool) -> Tensor: ...
+    def __call__(self, slots: Tensor, bias: Tensor | None, terms: Terms) -> Tensor: ...
 
 
 def add_up(slots: Tensor | Sequence[Tensor], bias: Tensor | None, *, tree: bool = False) -> Tensor:

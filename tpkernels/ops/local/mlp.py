@@ -133,7 +133,8 @@ def mlp(
     if quantize is not None:
         fp8, ups = strategy_of("mlp", ALONE, quantize, x), [w_up] if w_gate is None else [w_up, w_gate]
         none = [None] * (1 + len(ups))
-        y = up_and_down("mlp", tokens_of(x), ups, b_up, w_down, b_down, none, ALONE, fp8, unit)
+        options = "mlp", ALONE, fp8, unit, None
+        (y,) = up_and_down(options, tokens_of(x), ups, b_up, w_down, b_down, none)
         return like_tokens(y, x)
     return like_tokens(unit_and_down(unit, tokens_of(x), w_gate, w_up, b_up, w_down, b_down), x)
 

@@ -21,10 +21,12 @@ Saved for backward: x, weight, and mean (of LayerNorm) and rstd of each token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -57,7 +59,35 @@ from tpkernels.ops.tensor_parallel.parallel import (
 from tpkernels.ops.tensor_parallel.segments import canonical
 from tpkernels.tp_invariance import given_or_default, tree_sum
 
-Norm = Literal["rms_norm", "layer_norm"]
+NormKind = Literal["rms_norm", "layer_norm"]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm that an op computes of its output plus a residual, see `row_linear`.
+
+    weight, bias: (features,), in the dtype of the residual or fp32; RMSNorm has no bias
+    zero_centered: the norm multiplies by 1 + weight, as Gemma does
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    eps: float = 1e-5
+    kind: NormKind = "rms_norm"
+    zero_centered: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(NormKind):
+            raise ValueError(f"Norm: expected {' or '.join(get_args(NormKind))} as kind, got {self.kind!r}")
+        if self.bias is not None and self.kind == "rms_norm":
+            raise ValueError("Norm: expected no bias for rms_norm; pass kind='layer_norm', or no bias")
+        if not 0 <= self.eps < math.inf:
+            raise ValueError(f"Norm: expected an eps of 0 or more, got {self.eps}")
+
+    @property
+    def options(self) -> tuple[object, ...]:
+        """What must be the same on all ranks, beside tensors."""
+        return self.kind, self.bias is not None, self.eps, self.zero_centered
 
 
 def rms_norm(
@@ -98,7 +128,7 @@ def layer_norm(
 
 
 def _norm(
-    kind: Norm,
+    kind: NormKind,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -112,7 +142,7 @@ def _norm(
         raise TypeError(f"{kind}: expected floating-point tensors, got x in {x.dtype}")
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None:
-            _check_parameter(kind, name, parameter, x, features)
+            check_parameter(kind, name, parameter, x, features)
     rows, recorded = tokens_of(x), torch.is_grad_enabled() or in_forward_mode()
     over_ranks = recorded and group is not None
     if not over_ranks and not segments:
@@ -120,11 +150,12 @@ def _norm(
     tp = split_of(kind, group, segments=segments) if over_ranks else alone_in(segments)
     with tp.call:
         compare_request(kind, tp, x, [weight])
-        y = apply(_Norm, kind, rows, weight, bias, eps, _segments(kind, x, tp), tp)
+        y = apply(_Norm, kind, rows, weight, bias, eps, segments_of_tokens(kind, x, tp), tp)
     return like_tokens(y, x)
 
 
-def _check_parameter(op: str, name: str, parameter: Tensor, x: Tensor, features: int) -> None:
+def check_parameter(op: str, name: str, parameter: Tensor, x: Tensor, features: int) -> None:
+    """Raise unless a norm's parameter fits x."""
     if parameter.shape != (features,):
         raise ValueError(
             f"{op}: expected {name} ({features},) for x {tuple(x.shape)}, got {tuple(parameter.shape)}"
@@ -141,7 +172,7 @@ def _check_parameter(op: str, name: str, parameter: Tensor, x: Tensor, features:
         )
 
 
-def _segments(kind: Norm, x: Tensor, tp: TensorParallel) -> int:
+def segments_of_tokens(op: str, x: Tensor, tp: TensorParallel) -> int:
     """How many segments of tokens are summed apart: 1 without TP-invariance.
 
     Without a group any number of tokens will do.
@@ -154,7 +185,7 @@ def _segments(kind: Norm, x: Tensor, tp: TensorParallel) -> int:
         return segments
     if tp.group is not None:
         raise ValueError(
-            f"{kind}: expected tokens (dimension 0) that this rank's {segments} of the {tp.segments} "
+            f"{op}: expected tokens (dimension 0) that this rank's {segments} of the {tp.segments} "
             f"segments of TP-invariance divide, got {tuple(x.shape)}; pad the sequence"
         )
     return 1
@@ -166,7 +197,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context,
-        kind: Norm,
+        kind: NormKind,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -208,7 +239,7 @@ def _of_these_tokens(ctx: Context, dy: Tensor) -> Sequence[Tensor]:
     x, weight, *statistics = ctx.saved_tensors
     kind, eps, _, _ = ctx.options
     if not torch.is_grad_enabled():
-        return _GRADIENT_OF[kind](dy, x, weight, *statistics)
+        return _GRADIENT_OF[kind](dy, x, weight, *statistics, None)
     # what was saved is constant, what is overwritten has no derivative, and torch's fused gradient not all
     forward, gradient = _REFERENCE_OF[kind]
     _, *statistics = forward(x, weight, eps=eps)
@@ -221,21 +252,43 @@ def _of_all_tokens(ctx: Context, dy: Tensor) -> Sequence[Tensor]:
     kind, _, segments, tp = ctx.options
     over = tp if any(ctx.needs_input_grad[2:4]) else alone_in(tp.segments)
     with tp.call:
-        dx, sums = _gradients(dy, x, weight, statistics, kind, segments, tp=over, matmul=PLAIN)
+        return norm_gradients(dy, x, weight, statistics, kind, segments, over)
+
+
+def norm_gradients(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    statistics: Sequence[Tensor],
+    kind: NormKind,
+    segments: int,
+    tp: TensorParallel,
+    plus: Tensor | None = None,
+) -> Sequence[Tensor]:
+    """Compute dx, and the sums over tokens: dweight, and dbias of a LayerNorm.
+
+    segments: of tokens, summed over the ranks of tp; 0: of these tokens, as one
+    plus: another gradient of x, which is added to dx
+    """
+    if not segments:
+        return _GRADIENT_OF[kind](dy, x, weight, *statistics, plus)
+    dx, sums = _gradients(dy, x, weight, statistics, plus, kind, segments, tp=tp, matmul=PLAIN)
     return dx, *sums.unbind()
 
 
-_GRADIENT_OF: dict[Norm, Callable[..., tuple[Tensor, ...]]] = {
+_GRADIENT_OF: dict[NormKind, Callable[..., tuple[Tensor, ...]]] = {
     "rms_norm": norms.rms_norm_grad,
     "layer_norm": norms.layer_norm_grad,
 }
-_REFERENCE_OF: dict[Norm, tuple[Callable[..., Any], Callable[..., tuple[Tensor, ...]]]] = {
+_REFERENCE_OF: dict[NormKind, tuple[Callable[..., Any], Callable[..., tuple[Tensor, ...]]]] = {
     "rms_norm": (rms_norm_ref, rms_norm_bwd_ref),
     "layer_norm": (layer_norm_ref, layer_norm_bwd_ref),
 }
 
 
-def _rows(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Norm, eps: float, *_: object) -> list[Tensor]:
+def _rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kind: NormKind, eps: float, *_: object
+) -> list[Tensor]:
     """Compute y, and the statistics of each token."""
     if kind == "rms_norm":
         return list(norms.rms_norm(x, weight, eps))
@@ -243,7 +296,7 @@ def _rows(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Norm, eps: float
 
 
 def _rows_shape(
-    x: Tensor, weight: Tensor, bias: Tensor | None, kind: Norm, eps: float, *_: object
+    x: Tensor, weight: Tensor, bias: Tensor | None, kind: NormKind, eps: float, *_: object
 ) -> list[Tensor]:
     wide = sums_dtype(x.dtype)
     count = 1 if kind == "rms_norm" else 2
@@ -260,7 +313,8 @@ def _of_segments(
     x: Tensor,
     weight: Tensor,
     statistics: Sequence[Tensor],
-    kind: Norm,
+    plus: Tensor | None,
+    kind: NormKind,
     segments: int,
     tp: TensorParallel,
     _: Plain,
@@ -270,9 +324,11 @@ def _of_segments(
     tp: whose ranks have the other tokens
     """
     dxs, terms = [], []
-    for tensors in zip(*(t.tensor_split(segments) for t in (dy, x, *statistics)), strict=True):
+    given = dy, x, *statistics, *([] if plus is None else [plus])
+    for tensors in zip(*(t.tensor_split(segments) for t in given), strict=True):
         some_dy, some_x, *of_tokens = map(canonical, tensors)
-        dx, *of_parameters = _GRADIENT_OF[kind](some_dy, some_x, weight, *of_tokens)
+        added = [None] if plus is None else []
+        dx, *of_parameters = _GRADIENT_OF[kind](some_dy, some_x, weight, *of_tokens, *added)
         dxs.append(dx)
         terms.append(torch.stack(of_parameters))
     sums = tree_sum(terms)
@@ -290,7 +346,7 @@ def _of_segments_shape(
 
 _gradients = SplitOperator(
     "token_norm_backward",
-    "Tensor dy, Tensor x, Tensor weight, Tensor[] statistics, str kind, int segments",
+    "Tensor dy, Tensor x, Tensor weight, Tensor[] statistics, Tensor? plus, str kind, int segments",
     _of_segments,
     _of_segments_shape,
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from tpkernels.comm.transports.mailbox import MailboxDelivery
-from tpkernels.comm.transports.rows import Gather, Terms
+from tpkernels.comm.transports.rows import After, Gather, Terms
 from tpkernels.dispatch import backends, primitives
 from tpkernels.kernels import invariance
 from tpkernels.kernels.operands import DTYPES, MatrixLayout, choose_form, lies_depth_first
@@ -81,18 +81,33 @@ class FlagKernels:
         return self._summed(delivery, slots, None, slice(0, delivery.plan.rows), tree=False)
 
     def sum_of(
-        self, slots: Tensor, bias: Tensor | None, delivery: MailboxDelivery | None, *, tree: bool
+        self,
+        slots: Tensor,
+        bias: Tensor | None,
+        delivery: MailboxDelivery | None,
+        *,
+        tree: bool,
+        after: After | None = None,
     ) -> Tensor:
         if delivery is not None:
-            return self._summed(delivery, slots, bias, slice(0, delivery.plan.rows), tree=tree)
-        total: Tensor = _home("reduce").reduce_slots(slots, bias, tree=tree)
+            return self._summed(delivery, slots, bias, slice(0, delivery.plan.rows), tree=tree, after=after)
+        add = after.add_slots if after else _home("reduce").reduce_slots
+        total: Tensor = add(slots, bias, tree=tree)
         return total
 
     def _summed(
-        self, delivery: MailboxDelivery, slots: Tensor, bias: Tensor | None, rows: slice, *, tree: bool
+        self,
+        delivery: MailboxDelivery,
+        slots: Tensor,
+        bias: Tensor | None,
+        rows: slice,
+        *,
+        tree: bool,
+        after: After | None = None,
     ) -> Tensor:
         exchange = delivery.exchange
-        total: Tensor = _home("reduce").reduce_slots(
+        add = after.add_slots if after else _home("reduce").reduce_slots
+        total: Tensor = add(
             slots,
             bias,
             arrivals=_arrivals(delivery),

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ from tpkernels.ops.inputs import (
     like_tokens,
     tokens_of,
 )
+from tpkernels.ops.local.norm import Norm
 from tpkernels.ops.main_grad import (
     Into,
     add_if_traced,
@@ -65,6 +67,58 @@ from tpkernels.ops.tensor_parallel.parallel import (
     split_of,
     strategy_of,
 )
+from tpkernels.ops.tensor_parallel.residual_norm import (
+    NO_GRADIENTS,
+    NOTHING,
+    SCHEMA,
+    Added,
+    Saved,
+    added,
+    gradients,
+    reduced,
+)
+
+
+@overload
+def parallel_mlp(
+    x: Tensor,
+    w_up_shard: Tensor,
+    b_up_shard: Tensor | None,
+    w_down_shard: Tensor,
+    b_down: Tensor | None,
+    group: ProcessGroup,
+    *,
+    activation: Activation | Glu | None = None,
+    w_gate_shard: Tensor | None = None,
+    sequence_parallel: bool = False,
+    overlap: bool = True,
+    main_grads: Sequence[Tensor | None] | None = None,
+    quantize: Recipe | None = None,
+    tp_invariant: int | None = None,
+    residual: None = None,
+    norm: None = None,
+) -> Tensor: ...
+
+
+@overload
+def parallel_mlp(
+    x: Tensor,
+    w_up_shard: Tensor,
+    b_up_shard: Tensor | None,
+    w_down_shard: Tensor,
+    b_down: Tensor | None,
+    group: ProcessGroup,
+    *,
+    activation: Activation | Glu | None = None,
+    w_gate_shard: Tensor | None = None,
+    sequence_parallel: bool = False,
+    overlap: bool = True,
+    main_grads: Sequence[Tensor | None] | None = None,
+    quantize: Recipe | None = None,
+    tp_invariant: int | None = None,
+    residual: Tensor,
+    norm: Norm,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def parallel_mlp(
@@ -82,7 +136,9 @@ def parallel_mlp(
     main_grads: Sequence[Tensor | None] | None = None,
     quantize: Recipe | None = None,
     tp_invariant: int | None = None,
-) -> Tensor:
+    residual: Tensor | None = None,
+    norm: Norm | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Compute act(x w_upᵀ + b_up) w_downᵀ + b_down over a group, or the gated form with `w_gate_shard`.
 
     x: (tokens, ..., in_features), or this rank's tokens of dimension 0 if sequence_parallel
@@ -92,7 +148,8 @@ def parallel_mlp(
     main_grads: of w_up_shard, w_gate_shard (if gated) and w_down_shard: gradients are added there in place
     quantize: compute it in fp8, and gather fp8
     tp_invariant: segments of TP-invariance; None: as `tpkernels.tp_invariant` says
-    returns: like x, with out_features
+    residual, norm: like the output; and a norm of it plus the output, see `residual_norm`
+    returns: like x, with out_features; with residual and norm the residual plus that, and its norm
     """
     op = "parallel_mlp"
     tp = split_of(op, group, sequence_parallel, overlap, tp_invariant)
@@ -113,7 +170,7 @@ def parallel_mlp(
         if len(into) != count:
             raise ValueError(f"{op}: expected {count} main_grads, one for each weight, got {len(into)}")
         if parallel.debug:
-            alike = activation, w_gate is not None, b_down is not None, quantize
+            alike = activation, w_gate is not None, b_down is not None, quantize, norm and norm.options
             tensors = [w_up, w_gate, w_down, b_up, b_down]
             compare_request(op, tp, x, tensors, alike, width=w_down.shape[0])
         if tp.sequence_parallel and x.ndim < 2:
@@ -135,34 +192,41 @@ def parallel_mlp(
             check_main_grad(op, main_grad, weight)
         matmul = strategy_of(op, tp, quantize, x)
         require_segments(op, tp, "rows of w_up_shard", w_up.shape[0])
-        y = up_and_down(op, tokens_of(x), ups, b_up, w_down, b_down, into, tp, matmul, activation)
+        given, after = NOTHING, None
+        if residual is not None or norm is not None:
+            given, after = added(op, residual, norm, x, (*x.shape[:-1], w_down.shape[0]), tp)
+        options = op, tp, matmul, activation, after
+        y, *normed = up_and_down(options, tokens_of(x), ups, b_up, w_down, b_down, into, given)
+    if normed:
+        return like_tokens(y, x), like_tokens(normed[0], x)
     return like_tokens(y, x)
 
 
+Options = tuple[str, TensorParallel, Plain, Activation | Glu, Saved | None]
+
+
 def up_and_down(
-    op: str,
+    options: Options,
     x: Tensor,
     ups: Sequence[Tensor],
     b_up: Tensor | None,
     w_down: Tensor,
     b_down: Tensor | None,
     main_grads: Sequence[Tensor | None],
-    tp: TensorParallel,
-    matmul: Plain,
-    unit: Activation | Glu,
-) -> Tensor:
-    """Compute the MLP of x, (tokens, features), checked and cast. ups: the weight up, then that of a gate"""
-    weights = [*ups, w_down]
-    y: Tensor
-    if not recorded((x, b_up, b_down, *weights)):
-        rows = matmul.pack(x)
-        y, *_ = mlp_forward(rows, b_up, b_down, weights, unit, False, x.dtype, tp=tp, matmul=matmul)
-        return y
-    y = apply(_ParallelMlp, (op, tp, matmul, unit), main_grads, x, b_up, b_down, *weights)
-    return y
+    given: Added = NOTHING,
+) -> Sequence[Tensor]:
+    """Compute the MLP of x, (tokens, features), checked and cast: [y], or [h, normed] with a residual.
 
-
-Options = tuple[str, TensorParallel, Plain, Activation | Glu]
+    ups: the weight up, then that of a gate
+    """
+    (_, tp, matmul, unit, after), weights = options, [*ups, w_down]
+    if not recorded((x, b_up, b_down, *weights, *given[:3])):
+        operands = matmul.pack(x), b_up, b_down, weights, unit, False, x.dtype
+        results = mlp_forward(*operands, *given, tp=tp, matmul=matmul)
+        return results[: 1 if after is None else 2]  # type: ignore[no-any-return]
+    tensors, of_norm = given[:3], given[3:]
+    results = apply(_ParallelMlp, options, of_norm, main_grads, x, b_up, b_down, *tensors, *weights)
+    return results if isinstance(results, tuple) else (results,)
 
 
 class _ParallelMlp(torch.autograd.Function):
@@ -170,22 +234,29 @@ class _ParallelMlp(torch.autograd.Function):
     def forward(
         ctx: Context,
         options: Options,
+        of_norm: tuple[str, float],
         main_grads: Sequence[Tensor | None],
         x: Tensor,
         b_up: Tensor | None,
         b_down: Tensor | None,
+        residual: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
         *weights: Tensor,
-    ) -> Tensor:
-        (op, tp, matmul, unit), (*ups, w_down) = options, weights
-        needs_dx, needs_dws = ctx.needs_input_grad[2], any(ctx.needs_input_grad[5:-1])  # dws of the ups
-        rows = matmul.pack(x)
-        y, *zs = mlp_forward(rows, b_up, b_down, weights, unit, True, x.dtype, tp=tp, matmul=matmul)
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        (op, tp, matmul, unit, after), (*ups, w_down) = options, weights
+        needs_dx, needs_dws = ctx.needs_input_grad[3], any(ctx.needs_input_grad[9:-1])  # dws of the ups
+        rows, given = matmul.pack(x), (residual, norm_weight, norm_bias, *of_norm)
+        operands = rows, b_up, b_down, weights, unit, True, x.dtype
+        results = mlp_forward(*operands, *given, tp=tp, matmul=matmul)
+        (y, *normed), zs = results[: -len(ups)], results[-len(ups) :]
         kept = rows if tp.token_shards > 1 else x  # of an x that is gathered, what is sent of it
         saved_ups = ups if needs_dx else [None] * len(ups)
-        ctx.save_for_backward(kept if needs_dws else None, *saved_ups, w_down, *zs)
+        saved_of_norm = [] if after is None else [y, norm_weight, *normed[1:]]
+        ctx.save_for_backward(kept if needs_dws else None, *saved_ups, w_down, *zs, *saved_of_norm)
         ctx.main_grads, ctx.op = main_grads, f"{op} in fp8" if matmul.recipe else op
-        ctx.options = tp, matmul, x.shape[1], unit
-        return y  # type: ignore[no-any-return]
+        ctx.options = tp, matmul, x.shape[1], unit, after
+        return y if after is None else (y, normed[0])
 
     @staticmethod
     def spmd_typecheck(
@@ -194,27 +265,35 @@ class _ParallelMlp(torch.autograd.Function):
         x: Tensor,
         b_up: Tensor | None,
         b_down: Tensor | None,
+        residual: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
         weights: Sequence[Tensor],
     ) -> spmd_rules.Typed:
         tp, (*ups, w_down) = options[1], weights
         up, *gates = spmd_rules.column(x, ups, [b_up, *[None] * (len(ups) - 1)], tp)
-        return spmd_rules.row(spmd_rules.einsum("tn,tn->tn", up, *gates) if gates else up, w_down, b_down, tp)
+        h = spmd_rules.einsum("tn,tn->tn", up, *gates) if gates else up
+        y = spmd_rules.row(h, w_down, b_down, tp)
+        return spmd_rules.normed(y, residual, norm_weight, norm_bias, tp)
 
     @staticmethod
     @first_order(reads_intermediates=True)
-    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dy: Tensor, *dnormed: Tensor) -> tuple[Tensor | None, ...]:
         count, main_grads = len(ctx.main_grads), ctx.main_grads
-        (x, *saved), (tp, matmul, features, unit) = ctx.saved_tensors, ctx.options
-        *ups, w_down = saved[:count]
-        needs = ctx.needs_input_grad[2:]
-        needs = (*needs[:-count], *asked_for(ctx, main_grads, needs[-count:], -count))
-        operands = dy, x, ups, w_down, saved[count:]
+        (x, *saved), (tp, matmul, features, unit, after) = ctx.saved_tensors, ctx.options
+        (*ups, w_down), zs, of_norm = saved[:count], saved[count : 2 * count - 1], saved[2 * count - 1 :]
+        needs, of_added = ctx.needs_input_grad, NO_GRADIENTS
+        of_weights = asked_for(ctx, main_grads, needs[-count:], -count)
+        asked = *needs[3:6], *of_weights
         with tp.call:
+            if after is not None:
+                dy, of_added = gradients(after, of_norm, (dy, *dnormed), needs[6:9], tp)
+            operands = dy, x, ups, w_down, zs
             dx, db_up, db_down, *dws = mlp_gradients(
-                *operands, needs, flags_if_traced(main_grads), features, unit,
-                tp=tp, matmul=matmul, given=needs,
+                *operands, asked, flags_if_traced(main_grads), features, unit,
+                tp=tp, matmul=matmul, given=asked,
             )  # fmt: skip
-        return None, None, dx, db_up, db_down, *add_if_traced(main_grads, dws)
+        return None, None, None, dx, db_up, db_down, *of_added, *add_if_traced(main_grads, dws)
 
 
 def _forward(
@@ -225,10 +304,18 @@ def _forward(
     unit: Activation | Glu,
     keep: bool,
     dtype: torch.dtype,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    norm: str,
+    eps: float,
     tp: TensorParallel,
     matmul: Plain,
 ) -> list[Tensor]:
-    """Compute y; if keep, return z, or u and g. rows: of x, packed; weights: up, (gate,) down"""
+    """Compute y, or what follows it; if keep, return z, or u and g, too.
+
+    rows: of x, packed; weights: up, (gate,) down
+    """
     op, (*ups, w_down) = "parallel_mlp", weights
     compute = partial(matmul.unit, ups=ups, b_up=b_up, unit=unit, keep=keep, dtype=dtype)
     work = "linear" if len(ups) == 1 else "glu", ups, compute
@@ -237,12 +324,16 @@ def _forward(
     terms = matmul.terms([(h, w_down)], True, dtype)
     if b_down is not None and tp.ranks > 1 and b_down.dtype != terms.like.dtype:
         b_down = b_down.to(terms.like.dtype)
-    return [tp.reduce(op, terms, b_down).wait(), *zs]
+    if residual is None:
+        return [tp.reduce(op, terms, b_down).wait(), *zs]
+    given = Added(residual, norm_weight, norm_bias, norm, eps)
+    return [*reduced(op, terms, b_down, given, tp, matmul), *zs]
 
 
 mlp_forward = SplitOperator(
     "parallel_mlp",
-    "Tensor rows, Tensor? b_up, Tensor? b_down, Tensor[] weights, str unit, bool keep, ScalarType dtype",
+    "Tensor rows, Tensor? b_up, Tensor? b_down, Tensor[] weights, str unit, bool keep, ScalarType dtype, "
+    + SCHEMA,
     _forward,
 )
 

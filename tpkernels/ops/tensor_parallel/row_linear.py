@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -39,8 +40,10 @@ from tpkernels.ops.inputs import (
     check_linear,
     features_of,
     is_casting,
+    like_tokens,
     tokens_of,
 )
+from tpkernels.ops.local.norm import Norm
 from tpkernels.ops.main_grad import (
     Into,
     WeightGradient,
@@ -63,6 +66,50 @@ from tpkernels.ops.tensor_parallel.parallel import (
     split_of,
     strategy_of,
 )
+from tpkernels.ops.tensor_parallel.residual_norm import (
+    NO_GRADIENTS,
+    NOTHING,
+    SCHEMA,
+    Added,
+    Saved,
+    added,
+    gradients,
+    reduced,
+)
+
+
+@overload
+def row_linear(
+    x_shard: Tensor,
+    weight_shard: Tensor,
+    bias: Tensor | None,
+    group: ProcessGroup,
+    *,
+    sequence_parallel: bool = False,
+    overlap: bool = True,
+    main_grad: Tensor | None = None,
+    quantize: Recipe | None = None,
+    tp_invariant: int | None = None,
+    residual: None = None,
+    norm: None = None,
+) -> Tensor: ...
+
+
+@overload
+def row_linear(
+    x_shard: Tensor,
+    weight_shard: Tensor,
+    bias: Tensor | None,
+    group: ProcessGroup,
+    *,
+    sequence_parallel: bool = False,
+    overlap: bool = True,
+    main_grad: Tensor | None = None,
+    quantize: Recipe | None = None,
+    tp_invariant: int | None = None,
+    residual: Tensor,
+    norm: Norm,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def row_linear(
@@ -76,7 +123,9 @@ def row_linear(
     main_grad: Tensor | None = None,
     quantize: Recipe | None = None,
     tp_invariant: int | None = None,
-) -> Tensor:
+    residual: Tensor | None = None,
+    norm: Norm | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Compute x weightᵀ + bias, summed over the ranks' features.
 
     x_shard: (tokens, ..., in_features / R)
@@ -85,13 +134,15 @@ def row_linear(
     main_grad: the weight's gradient is added to it in place, and its `grad` stays as it is
     quantize: compute it in fp8, and gather gradients in fp8
     tp_invariant: segments of TP-invariance; None: as `tpkernels.tp_invariant` says
-    returns: (tokens, ..., out_features), or this rank's tokens of dimension 0 if sequence_parallel
+    residual, norm: like the output; and a norm of it plus the output, see `residual_norm`
+    returns: (tokens, ..., out_features), or this rank's tokens of dimension 0 if sequence_parallel; with
+        residual and norm the residual plus that, and its norm
     """
     op = "row_linear"
     tp = split_of(op, group, sequence_parallel, overlap, tp_invariant)
     with tp.call:
         if parallel.debug:
-            alike = bias is not None, quantize
+            alike = bias is not None, quantize, norm and norm.options
             compare_request(op, tp, x_shard, [weight_shard, bias], alike, width=weight_shard.shape[0])
         if sequence_parallel and x_shard.ndim < 2:
             refuse_tokens(op, x_shard, "x_shard")
@@ -107,12 +158,24 @@ def row_linear(
         if sequence_parallel and x_shard.shape[0] % tp.ranks:
             refuse_uneven(op, x_shard, tp)
         tokens = x_shard if x_shard.ndim == 2 else tokens_of(x_shard)
-        y: Tensor
-        if recorded((x_shard, weight_shard, bias)):
-            y = apply(_RowLinear, tp, matmul, main_grad, tokens, weight_shard, bias)
+        given, after = NOTHING, None
+        if residual is not None or norm is not None:
+            shape = [*x_shard.shape[:-1], weight_shard.shape[0]]
+            if len(shape) > 1:
+                shape[0] //= tp.token_shards
+            given, after = added(op, residual, norm, x_shard, shape, tp)
+        y: Any
+        if recorded((x_shard, weight_shard, bias, *given[:3])):
+            y = apply(_RowLinear, tp, matmul, main_grad, tokens, weight_shard, bias, *given, after)
         else:
-            y = row_forward(matmul.pack(tokens), weight_shard, bias, tokens.dtype, tp=tp, matmul=matmul)[0]
-    return y if x_shard.ndim == 2 else shaped_like(y, x_shard, x_shard.shape[0] // tp.token_shards)
+            operands = matmul.pack(tokens), weight_shard, bias, tokens.dtype
+            found = row_forward(*operands, *given, tp=tp, matmul=matmul)
+            y = found[0] if after is None else (found[0], found[1])
+    if residual is not None:
+        h, normed = y
+        return like_tokens(h, residual), like_tokens(normed, residual)
+    total: Tensor = y
+    return total if x_shard.ndim == 2 else shaped_like(total, x_shard, x_shard.shape[0] // tp.token_shards)
 
 
 class _RowLinear(torch.autograd.Function):
@@ -125,31 +188,48 @@ class _RowLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-    ) -> Tensor:
-        _, _, _, needs_dx, needs_dw, _ = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
-        ctx.options, ctx.main_grads = (tp, matmul), [main_grad]
-        y: Tensor
-        (y,) = row_forward(matmul.pack(x), weight, bias, x.dtype, tp=tp, matmul=matmul)
-        return y
+        residual: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        norm: str,
+        eps: float,
+        after: Saved | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        needs_dx, needs_dw = ctx.needs_input_grad[3:5]
+        given = residual, norm_weight, norm_bias, norm, eps
+        y, *normed = row_forward(matmul.pack(x), weight, bias, x.dtype, *given, tp=tp, matmul=matmul)
+        of_norm = [] if after is None else [y, norm_weight, *normed[1:]]
+        ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None, *of_norm)
+        ctx.options, ctx.main_grads = (tp, matmul, after), [main_grad]
+        return y if after is None else (y, normed[0])
 
     @staticmethod
     def spmd_typecheck(
-        *, tp: TensorParallel, x: Tensor, weight: Tensor, bias: Tensor | None
+        *,
+        tp: TensorParallel,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
     ) -> spmd_rules.Typed:
-        return spmd_rules.row(x, weight, bias, tp)
+        return spmd_rules.normed(spmd_rules.row(x, weight, bias, tp), residual, norm_weight, norm_bias, tp)
 
     @staticmethod
     @first_order("row_linear")
-    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (needs_dx, needs_dw, needs_db), main_grads = ctx.needs_input_grad[3:], ctx.main_grads
-        (x, weight), (tp, matmul) = ctx.saved_tensors, ctx.options
+    def backward(ctx: Context, dy: Tensor, *dnormed: Tensor) -> tuple[Tensor | None, ...]:
+        (needs_dx, needs_dw, needs_db), main_grads = ctx.needs_input_grad[3:6], ctx.main_grads
+        (x, weight, *of_norm), (tp, matmul, after) = ctx.saved_tensors, ctx.options
         (needs_dw,) = asked_for(ctx, main_grads, [needs_dw], 2)
         needs = needs_dx, needs_dw, needs_db
-        arguments = dy, x if needs_dw else None, weight, needs, flags_if_traced(main_grads)
+        of_added: Sequence[Tensor | None] = NO_GRADIENTS
         with tp.call:
+            if after is not None:
+                dy, of_added = gradients(after, of_norm, (dy, *dnormed), ctx.needs_input_grad[6:9], tp)
+            arguments = dy, x if needs_dw else None, weight, needs, flags_if_traced(main_grads)
             dx, dw, db = row_gradients(*arguments, tp=tp, matmul=matmul, given=needs)
-        return None, None, None, dx, *add_if_traced(main_grads, [dw]), db
+        return None, None, None, dx, *add_if_traced(main_grads, [dw]), db, *of_added, None, None, None
 
 
 def _forward(
@@ -157,19 +237,26 @@ def _forward(
     weight: Tensor,
     bias: Tensor | None,
     dtype: torch.dtype,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    norm: str,
+    eps: float,
     tp: TensorParallel,
     matmul: Plain,
 ) -> list[Tensor]:
-    """Compute y. rows: of x, packed; dtype: of y"""
+    """Compute y, or what follows it. rows: of x, packed; dtype: of y"""
     terms = matmul.terms([(rows, weight)], True, dtype)
     if bias is not None and tp.ranks > 1 and bias.dtype != terms.like.dtype:
         bias = bias.to(terms.like.dtype)
-    return [tp.reduce("row_linear", terms, bias).wait()]
+    if residual is None:
+        return [tp.reduce("row_linear", terms, bias).wait()]
+    return reduced("row_linear", terms, bias, Added(residual, norm_weight, norm_bias, norm, eps), tp, matmul)
 
 
 row_forward = SplitOperator(
     "row_linear",
-    "Tensor rows, Tensor weight, Tensor? bias, ScalarType dtype",
+    f"Tensor rows, Tensor weight, Tensor? bias, ScalarType dtype, {SCHEMA}",
     _forward,
 )
 

@@ -213,7 +213,8 @@ class Trial:
         """
         self._computing = computing
         self.moved, self.like, self.group, self.exchanges = moved, like, group, exchanges
-        self._terms = work if isinstance(work, Terms) else None
+        # sums alone are timed and compared: not every way computes what follows them
+        self._terms = replace(work, after=None) if isinstance(work, Terms) else None
         self._work: Work | None = work if isinstance(work, tuple) and moved.width else None
         shape = moved.rows // group.size(), moved.cols
         self._key: select.Key = moved.purpose, shape, moved.dtype, moved.device
