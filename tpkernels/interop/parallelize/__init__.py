@@ -93,7 +93,9 @@ def parallelize(
     named = [*base.named_parameters(), *base.named_buffers()]
     request = _Request(plan, checkpoint, weights, verify, sequence_parallel, as_dtensor, quantize)
     possible = request.agreed(base, named, world, state)
-    opened = checkpoint and open_checkpoint(base, checkpoint, compare=weights == "check", world=world)
+    opened = None
+    if checkpoint is not None:
+        opened = open_checkpoint(base, checkpoint, compare=weights == "check", world=world)
     real = [(name, tensor) for name, tensor in named if not tensor.is_meta]
     if world.size > 1:
         # a checkpoint replaces numbers that some models draw on the meta device, too

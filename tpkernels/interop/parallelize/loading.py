@@ -101,13 +101,15 @@ class Checkpoint:
     """Full tensors of a model by name, made from the mapped tensors of files when they are read.
 
     conversions: by name of the model's tensors
-    rules: of `transformers`, that were used
+    stored: the names under which the file has tied tensors
+    rules: of `transformers`, those that were used; None: the model has no rules
+    made: by the last conversion
     """
 
     tensors: Mapping[str, Tensor]
     conversions: dict[str, _Conversion] = field(default_factory=dict)
     stored: dict[str, str] = field(default_factory=dict)
-    rules: list[Any] = field(default_factory=list)
+    rules: list[Any] | None = None
     made: tuple[_Conversion | None, dict[str, Any]] = (None, {})
 
     def __getitem__(self, name: str) -> Any:
@@ -123,7 +125,7 @@ class Checkpoint:
         """Give memory to a split model from the meta device, and copy this rank's shards."""
         model.to_empty(device=device_of(world))
         copy_shards(shards_of(model, state), self)  # type: ignore[arg-type]
-        if self.rules:
+        if self.rules is not None:
             vars(model)["_weight_conversions"] = self.rules  # `save_pretrained` undoes them
         self.made = (None, {})
 
@@ -178,7 +180,7 @@ def _opened(model: nn.Module, path: str | os.PathLike[str]) -> Checkpoint:
             problems.append(f"{keys}: {some_names(twice)} are in other tensors, too")
         found |= made
         checkpoint.conversions |= dict.fromkeys(made, conversion)
-    checkpoint.rules = [rule for rule in rules if rule.was_used()]
+    checkpoint.rules = rules and [rule for rule in rules if rule.was_used()]
     ignored = SimpleNamespace(missing_keys=set(), unexpected_keys=set(surplus))
     if callable(adjust := getattr(model, "_adjust_missing_and_unexpected_keys", None)):
         adjust(ignored)  # tensors that `transformers` saved once
@@ -191,12 +193,12 @@ def _opened(model: nn.Module, path: str | os.PathLike[str]) -> Checkpoint:
         problems += _unlike(name, expected[name], found[name])
     for tied in names.values():
         inside = [name for name in tied if name in found]
-        checkpoint.stored |= dict.fromkeys(tied, inside[0]) if inside else {}
         if len({found[name].shape for name in inside}) == 1 and not _equal(checkpoint, inside):
             problems.append(
                 f"{some_names(inside)} are one parameter of the model, and differ in the checkpoint; build "
                 "the model with tie_word_embeddings=False in its config"
             )
+        checkpoint.stored |= dict.fromkeys(tied, inside[0]) if inside else {}
     problems = sorted(problems)
     for how, which in (("not in the model", surplus), ("missing", missing)):
         if which:
@@ -228,16 +230,16 @@ def _equal(checkpoint: Checkpoint, names: list[str]) -> bool:
 
 def _conversions(
     model: nn.Module, keys: list[str], expected: Mapping[str, Tensor]
-) -> tuple[list[_Conversion], list[Any]]:
-    """Return how the model's tensors are made, and the rules of `transformers`; plain models have none."""
+) -> tuple[list[_Conversion], list[Any] | None]:
+    """Return how the model's tensors are made, and the rules of `transformers`, None for a plain model."""
     as_named = [_Conversion([key], partial(_one, key, key)) for key in keys]
     if not hasattr(model, "base_model_prefix"):
-        return as_named, []
+        return as_named, None
     try:
         loading = import_module("transformers.core_model_loading")
         rules = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
     except ImportError:  # version 4 has no rules
-        return as_named, []
+        return as_named, None
     renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
