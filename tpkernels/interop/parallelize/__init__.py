@@ -43,6 +43,7 @@ from tpkernels.interop.parallelize.saving import (
 )
 from tpkernels.interop.parallelize.sequence import share_tokens
 from tpkernels.interop.parallelize.tokens import sum_gradients
+from tpkernels.interop.parallelize.transformers_plan import DistributedConfig, requested_plan
 from tpkernels.interop.parallelize.trial import PlanTrial, Verify, require_verify
 from tpkernels.layers.batches import compare_inputs
 from tpkernels.layers.world import State, TensorWorld, tensor_world
@@ -55,7 +56,7 @@ def parallelize(
     model: nn.Module,
     state: State = None,
     *,
-    plan: ParallelizePlan | None = None,
+    plan: ParallelizePlan | DistributedConfig | Literal["auto"] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     weights: Literal["check", "broadcast"] = "check",
     verify: Verify = "auto",
@@ -71,8 +72,9 @@ def parallelize(
     the model and register hooks afterwards: its parameters are new.
 
     state: the tensor-parallel group: a ParallelState, process group or device mesh; None: the current state
-    plan: how each module is split: see `.plan`; None: the plan of the model of `transformers`, or a plan by
-        names of layers: see `.default_plan`
+    plan: how each module is split: see `.plan`; a `tp_plan` of `transformers` or its DistributedConfig: see
+        `.transformers_plan`; None: the DistributedConfig in the model's config; without one, or "auto": the
+        plan of the model of `transformers`, or a plan by names of layers: see `.default_plan`
     checkpoint: a file or folder of the unsharded model's safetensors, for a model on the meta device: each
         rank gets memory for its shards, and reads them: see `.loading`
     weights: "check" that all ranks have the same weights, or "broadcast" those of the first rank; weights on
@@ -132,7 +134,7 @@ def parallelize(
 class _Request:
     """The caller's request, the same on all ranks."""
 
-    plan: ParallelizePlan | None
+    plan: object
     checkpoint: object
     weights: object
     verify: object
@@ -173,7 +175,9 @@ class _Request:
             raise ValueError("sequence_parallel: expected as_dtensor=False: both were never tried together")
         require_recipe("parallelize", self.quantize, next((p.device for p in model.parameters()), None))
         refuse_wrapped(model)
-        given = self.plan is not None and PossiblePlan("the plan", self.plan)
+        whole: list[str] = []
+        plan = requested_plan(model, self.plan, world.size, whole.append)
+        given = plan is not None and PossiblePlan("the plan", plan, whole=whole)
         possible = [given] if given else possible_plans(model, world.size)
         planned(model, possible[0].plan, world)
         if self.as_dtensor:
