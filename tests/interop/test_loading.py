@@ -167,6 +167,7 @@ def empty_model(name):
     import transformers
 
     cls = getattr(transformers, name.partition(",")[0])
+    torch.manual_seed(dist.get_rank())  # some models draw numbers on the meta device, too
     with torch.device("meta"):
         return cls(config_of(cls.config_class, ARCHITECTURES[name])).eval()
 
