@@ -2,6 +2,7 @@
 
 import os
 from importlib import import_module
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -112,6 +113,6 @@ def test_models_that_transformers_has_split_are_refused(tmp_path):
     if dist.get_rank() == 0:
         model.save_pretrained(tmp_path)
     dist.barrier()
-    os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK="0", WORLD_SIZE="2")
-    split = type(model).from_pretrained(tmp_path, distributed_config=distributed(tp_size=2))
+    with patch.dict(os.environ, RANK=str(dist.get_rank()), LOCAL_RANK="0", WORLD_SIZE="2"):
+        split = type(model).from_pretrained(tmp_path, distributed_config=distributed(tp_size=2))
     refused_alike("ValueError", "got one that transformers has split", parallelize, split)

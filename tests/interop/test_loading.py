@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -118,16 +119,16 @@ def test_other_requests_are_refused(tmp_path):
 
 
 @on_ranks(2)
-def test_other_numbers_on_a_rank_are_refused(tmp_path, monkeypatch):
+def test_other_numbers_on_a_rank_are_refused(tmp_path):
     initialize_model_parallel(2)
     folder, read = written(tmp_path, stack()), safetensors.read
 
     def others(path):
         return {name: each + dist.get_rank() * (name == "norm.bias") for name, each in read(path).items()}
 
-    monkeypatch.setattr(safetensors, "read", others)
     text = "expected the same files on all tensor-parallel ranks, got other numbers"
-    refused_alike("ValueError", text, parallelize, on_meta(), plan=STACK_PLAN, checkpoint=folder)
+    with patch.object(safetensors, "read", others):
+        refused_alike("ValueError", text, parallelize, on_meta(), plan=STACK_PLAN, checkpoint=folder)
 
 
 def test_slices_of_joined_tensors_are_slices_of_concatenated():
@@ -224,15 +225,17 @@ def test_a_missing_expert_is_refused_by_name(tmp_path):
 @needs_transformers
 @pytest.mark.parametrize(("joining", "fits"), [(loading._Joining, True), (nullcontext, False)])
 @on_ranks(2)
-def test_a_rank_holds_its_shards_and_one_slice(joining, fits, tmp_path, monkeypatch):
+def test_a_rank_holds_its_shards_and_one_slice(joining, fits, tmp_path):
     """Bytes that are allocated; without `Joined` all experts of a layer would be stacked."""
     initialize_model_parallel(2)
     saved(tmp_path, "MixtralForCausalLM")
     split, mapped = empty_model("MixtralForCausalLM"), safetensors.read(tmp_path)
-    monkeypatch.setattr(safetensors, "read", lambda path: mapped)
-    monkeypatch.setattr(loading, "_Joining", joining)
     live = LiveBytes(*mapped.values(), messages=False)
-    with live:
+    patches = (
+        patch.object(safetensors, "read", lambda path: mapped),
+        patch.object(loading, "_Joining", joining),
+    )
+    with patches[0], patches[1], live:
         parallelize(split, checkpoint=tmp_path, verify=False)
     shards = {id(tensor): tensor.nbytes for tensor in [*split.parameters(), *split.buffers()]}.values()
     buffers = 2**10  # copies of values that no checkpoint holds
@@ -264,8 +267,7 @@ def test_operations_of_transformers_convert_slices():
             tensors,
         )
         found = loading._converted(*args)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loading, "_Joining", nullcontext)
+        with patch.object(loading, "_Joining", nullcontext):
             expected = loading._converted(*args)
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
