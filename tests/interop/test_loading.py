@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.interop.architectures import ARCHITECTURES, VOCABULARY, config_of, model_of
 from tests.interop.models import needs_transformers
@@ -52,6 +53,15 @@ def test_shards_train_as_the_unsharded_model(kind, sequence_parallel, tmp_path):
     assert (split.head.weight is split.embed.weight) == (kind == "tied")
     check_replicas(split)
     assert losses_of(split) == pytest.approx(losses_of(whole), rel=0, abs=1e-9)
+
+
+@on_ranks(2)
+def test_shards_load_into_dtensors(tmp_path):
+    mesh, whole = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), stack()
+    options = {"plan": STACK_PLAN, "checkpoint": written(tmp_path, whole), "as_dtensor": True}
+    split = parallelize(on_meta(), mesh, **options)
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(split.get_parameter(name).full_tensor(), parameter), name
 
 
 @on_ranks(2)
@@ -207,6 +217,16 @@ def test_save_pretrained_writes_the_files_that_were_loaded(fused, tmp_path):
     expected, found = safetensors.read(folder), safetensors.read(tmp_path / "again")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@needs_transformers
+@on_ranks(2)
+def test_tensors_that_older_versions_saved_are_left_out(tmp_path):
+    initialize_model_parallel(2)
+    whole, split = model_of("LlamaForCausalLM").eval(), empty_model("LlamaForCausalLM")
+    written(tmp_path, whole, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    parallelize(split, checkpoint=tmp_path)
+    torch.testing.assert_close(split(TOKENS).logits, whole(TOKENS).logits, rtol=0, atol=1e-6)
 
 
 @needs_transformers

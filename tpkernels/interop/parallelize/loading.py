@@ -164,7 +164,7 @@ def _opened(model: nn.Module, path: str | os.PathLike[str]) -> Checkpoint:
     checkpoint = Checkpoint(safetensors.read(path))
     empty = {name: torch.empty_like(each, device="meta") for name, each in checkpoint.tensors.items()}
     found: dict[str, Any] = {}
-    surplus: list[str] = []
+    surplus: dict[str, list[str]] = {}  # names for the model, and those in the file
     problems: list[str] = []
     conversions, rules = _conversions(model, list(empty), expected)
     for conversion in conversions:
@@ -174,8 +174,7 @@ def _opened(model: nn.Module, path: str | os.PathLike[str]) -> Checkpoint:
         except Exception as error:
             problems.append(f"{keys}: not converted to the model's tensors: {type(error).__name__}: {error}")
             continue
-        if unknown := [name for name in made if name not in expected]:
-            surplus += conversion.keys if len(unknown) == len(made) else unknown
+        surplus |= dict.fromkeys(made.keys() - expected.keys(), conversion.keys)
         if twice := [name for name in made if name in found]:
             problems.append(f"{keys}: {some_names(twice)} are in other tensors, too")
         found |= made
@@ -184,7 +183,7 @@ def _opened(model: nn.Module, path: str | os.PathLike[str]) -> Checkpoint:
     ignored = SimpleNamespace(missing_keys=set(), unexpected_keys=set(surplus))
     if callable(adjust := getattr(model, "_adjust_missing_and_unexpected_keys", None)):
         adjust(ignored)  # tensors that `transformers` saved once
-    surplus = [name for name in surplus if name in ignored.unexpected_keys]
+    unknown = sorted({key for name in ignored.unexpected_keys for key in surplus[name]})
     names: dict[int, list[str]] = {}
     for name, tensor in expected.items():
         names.setdefault(id(tensor), []).append(name)
@@ -200,7 +199,7 @@ def _opened(model: nn.Module, path: str | os.PathLike[str]) -> Checkpoint:
             )
         checkpoint.stored |= dict.fromkeys(tied, inside[0]) if inside else {}
     problems = sorted(problems)
-    for how, which in (("not in the model", surplus), ("missing", missing)):
+    for how, which in (("not in the model", unknown), ("missing", missing)):
         if which:
             problems.insert(0, f"{how}: {some_names(which, MOST)}")
     if problems:
