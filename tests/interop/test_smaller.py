@@ -227,5 +227,5 @@ def test_large_models_of_transformers_that_are_split_wrongly_are_refused():
     with patch.object(RowLinear, "forward", added_twice):
         text = "the first module whose output differs is 'model.decoder.layers.0.self_attn.out_proj'"
         refused_alike("ValueError", text, parallelize, on_meta("OPT"))
-    text = "On tensor rank 0, it raises in 'model.layers.0', RuntimeError"
+    text = "on tensor rank 0, it raises in 'model.layers.0', RuntimeError"
     refused_alike("ValueError", text, parallelize, on_meta("Gemma4"), sequence_parallel=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,6 @@ def full_state_dict(
     return full
 
 
-@torch.no_grad()
 def load_full_state_dict(
     model: nn.Module, full: Mapping[str, Tensor], *, cast: bool = False, state: State = None
 ) -> None:
@@ -69,9 +69,22 @@ def load_full_state_dict(
         aliases = unwrapped(model).state_dict(keep_vars=True).keys()
         problem = "expected the tensors of the model by name:"
         require_alike(shards, full, problem, cast=cast, aliases=aliases)
+    copy_shards(shards, full)
+
+
+class Sliceable(Protocol):
+    """A full tensor, or an object that makes slices of one."""
+
+    def __getitem__(self, where: tuple[slice, ...], /) -> Tensor: ...
+
+
+@torch.no_grad()
+def copy_shards(shards: Mapping[str, TensorShard], full: Mapping[str, Sliceable]) -> None:
+    """Copy each shard's slices of the full tensor of its name into the model; padding becomes zero."""
     for name, shard in shards.items():
+        tensor = full[name]
         for chunk in shard.chunks():
-            chunk.view.copy_(full[name][chunk.where])
+            chunk.view.copy_(tensor[chunk.where])
         shard.zero_padding()
 
 

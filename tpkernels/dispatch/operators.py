@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+LIBRARY = __name__.partition(".")[0]  # a copy under another name has operators of its own
+
 
 def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Define the operator `tpkernels::name`, which computes what `run` does; return it.
@@ -22,7 +24,7 @@ def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., 
     run: changes no input
     fake: of the same arguments, tensors of the same shapes and dtypes
     """
-    qualified = f"tpkernels::{name}"
+    qualified = f"{LIBRARY}::{name}"
     kind = _only if schema.endswith("-> Tensor") else list if schema.endswith("-> Tensor[]") else tuple
     torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(qualified, "CompositeExplicitAutograd", lambda *args: kind(_given(run, args)))
@@ -32,7 +34,7 @@ def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., 
         raise RuntimeError(f"{qualified}: expected no gradient of an operator under torch.compile, got one")
 
     torch.library.register_autograd(qualified, refuse)
-    overload: Callable[..., Any] = getattr(torch.ops.tpkernels, name).default
+    overload: Callable[..., Any] = getattr(getattr(torch.ops, LIBRARY), name).default
     return overload
 
 

@@ -9,6 +9,7 @@ trial     the plan on copies of the model (twins), with made-up inputs: finds pa
           compares outputs and gradients with the unsharded model's (verify); sequence parallelism
 smaller   a smaller model of the same class, for the trial of a large one
 sequence  which modules compute on shards of the tokens (tokens): sequence_parallel
+loading   a checkpoint straight into the shards of a model on the meta device
 saving    parameters as DTensors of the unsharded ones; full weights for save_pretrained
 buffers   tied weights and buffers of a model on the meta device, for when it gets memory
 guards    refused calls of the split model, and random numbers in training
@@ -16,6 +17,7 @@ guards    refused calls of the split model, and random numbers in training
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,6 +32,7 @@ from tpkernels.interop.parallelize.guards import (
     refuse_wrapped,
     require_equal_draws,
 )
+from tpkernels.interop.parallelize.loading import open_checkpoint
 from tpkernels.interop.parallelize.lora import base_model
 from tpkernels.interop.parallelize.plan import ParallelizePlan
 from tpkernels.interop.parallelize.saving import (
@@ -40,6 +43,7 @@ from tpkernels.interop.parallelize.saving import (
 )
 from tpkernels.interop.parallelize.sequence import share_tokens
 from tpkernels.interop.parallelize.tokens import sum_gradients
+from tpkernels.interop.parallelize.transformers_plan import DistributedConfig, requested_plan
 from tpkernels.interop.parallelize.trial import PlanTrial, Verify, require_verify
 from tpkernels.layers.batches import compare_inputs
 from tpkernels.layers.world import State, TensorWorld, tensor_world
@@ -52,7 +56,8 @@ def parallelize(
     model: nn.Module,
     state: State = None,
     *,
-    plan: ParallelizePlan | None = None,
+    plan: ParallelizePlan | DistributedConfig | Literal["auto"] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     weights: Literal["check", "broadcast"] = "check",
     verify: Verify = "auto",
     sequence_parallel: bool = False,
@@ -67,8 +72,11 @@ def parallelize(
     the model and register hooks afterwards: its parameters are new.
 
     state: the tensor-parallel group: a ParallelState, process group or device mesh; None: the current state
-    plan: how each module is split: see `.plan`; None: the plan of the model of `transformers`, or a plan by
-        names of layers: see `.default_plan`
+    plan: how each module is split: see `.plan`; a `tp_plan` of `transformers` or its DistributedConfig: see
+        `.transformers_plan`; None: the DistributedConfig in the model's config; without one, or "auto": the
+        plan of the model of `transformers`, or a plan by names of layers: see `.default_plan`
+    checkpoint: a file or folder of the unsharded model's safetensors, for a model on the meta device: each
+        rank gets memory for its shards, and reads them: see `.loading`
     weights: "check" that all ranks have the same weights, or "broadcast" those of the first rank; weights on
         the meta device are neither checked nor sent
     verify: example inputs, the same on all ranks: a tensor, a tuple, or a mapping of arguments by name.
@@ -85,11 +93,15 @@ def parallelize(
     base = base_model(model)  # the plan's names are names in it
     world = tensor_world(state)
     named = [*base.named_parameters(), *base.named_buffers()]
-    request = _Request(plan, weights, verify, sequence_parallel, as_dtensor, quantize)
+    request = _Request(plan, checkpoint, weights, verify, sequence_parallel, as_dtensor, quantize)
     possible = request.agreed(base, named, world, state)
+    opened = None
+    if checkpoint is not None:
+        opened = open_checkpoint(base, checkpoint, compare=weights == "check", world=world)
     real = [(name, tensor) for name, tensor in named if not tensor.is_meta]
     if world.size > 1:
-        (_require_equal if weights == "check" else _make_equal)(real, world)
+        # a checkpoint replaces numbers that some models draw on the meta device, too
+        (_require_equal if weights == "check" and not opened else _make_equal)(real, world)
     trial = PlanTrial(base, verify, world, state)
     chosen, partial = first_that_works(trial, possible, as_dtensor=as_dtensor)
     sharing = trial.sharing(chosen, partial) if sequence_parallel else None
@@ -107,6 +119,8 @@ def parallelize(
         quantize_products(base, in_fp8, quantize)
     remember_buffers(base)
     keep_ties(base)
+    if opened:
+        opened.load_into(base, state, world)
     refuse_copies_of_shards(base)
     save_full_weights(model)
     own = set(map(id, model.parameters()))
@@ -120,7 +134,8 @@ def parallelize(
 class _Request:
     """The caller's request, the same on all ranks."""
 
-    plan: ParallelizePlan | None
+    plan: object
+    checkpoint: object
     weights: object
     verify: object
     sequence_parallel: bool
@@ -160,7 +175,9 @@ class _Request:
             raise ValueError("sequence_parallel: expected as_dtensor=False: both were never tried together")
         require_recipe("parallelize", self.quantize, next((p.device for p in model.parameters()), None))
         refuse_wrapped(model)
-        given = self.plan is not None and PossiblePlan("the plan", self.plan)
+        whole: list[str] = []
+        plan = requested_plan(model, self.plan, world.size, whole.append)
+        given = plan is not None and PossiblePlan("the plan", plan, whole=whole)
         possible = [given] if given else possible_plans(model, world.size)
         planned(model, possible[0].plan, world)
         if self.as_dtensor:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -157,21 +159,38 @@ def is_conv1d(module: nn.Module) -> bool:
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is an nn.Linear, or of a derived class that computes the same.
 
-    A derived module is called with small and with large numbers, because it might clamp them.
+    A derived module is called with small and with large numbers, because it might clamp them; on the meta
+    device a copy with small weights is called.
     """
     if type(module) is nn.Linear or not isinstance(module, nn.Linear) or isinstance(module, ParallelModule):
         return type(module) is nn.Linear
-    weight = module.weight
     more = module._buffers or module._modules or set(module._parameters) != {"weight", "bias"}
-    if more or weight.is_meta or not weight.is_floating_point():
+    if more or not module.weight.is_floating_point():
         return False
     with torch.no_grad():
-        x = torch.arange(2 * module.in_features, device=weight.device).view(2, -1).cos()
+        if module.weight.is_meta:
+            module = _with_numbers(module)
+        weight = module.weight
+        x = torch.arange(2 * weight.shape[1], device=weight.device).view(2, -1).cos()
         x = (x * torch.tensor([[1.0], [1000.0]], device=weight.device)).to(weight.dtype)
         found, expected = module(x), F.linear(x, weight, module.bias)
     rounding = 1e-2 if weight.element_size() < 4 else 1e-5  # relative to the largest of a row
     bound = rounding * expected.abs().amax(1, keepdim=True)
     return found.shape == expected.shape and bool(((found - expected).abs() <= bound).all())
+
+
+def _with_numbers(module: nn.Linear) -> nn.Linear:
+    """Return a linear layer of the same class with a weight of (3, 5) on the CPU."""
+    made = copy(module)
+    shapes = {"weight": (3, 5), "bias": (3,)}
+    made._parameters = {
+        short: p
+        if p is None
+        else nn.Parameter(torch.arange(prod(shapes[short])).sin().view(shapes[short]).to(p.dtype))
+        for short, p in module._parameters.items()
+    }
+    vars(made).update(in_features=5, out_features=3)
+    return made
 
 
 def oriented_shape(module: nn.Module) -> tuple[int, int]:

@@ -249,6 +249,8 @@ def _unsharded(module: nn.Module, full: Mapping[str, Tensor]) -> Iterator[None]:
     before = {name: vars(module)[name] for name in shown if name in vars(module)}
     configs = [vars(config) for config in getattr(module, "peft_config", {}).values()]
     refusing = [config for config in configs if config.pop("save_pretrained", None)]
+    config = vars(getattr(module, "config", nn.Module()))
+    asked = config.pop("distributed_config", None)  # with it, the library waits for all ranks
     vars(module).update(shown)
     try:
         yield
@@ -256,6 +258,8 @@ def _unsharded(module: nn.Module, full: Mapping[str, Tensor]) -> Iterator[None]:
         for name in shown:
             del vars(module)[name]
         vars(module).update(hidden | before)
+        if asked is not None:
+            config["distributed_config"] = asked
         for config in refusing:
             config["save_pretrained"] = refuse_to_save_shards
 

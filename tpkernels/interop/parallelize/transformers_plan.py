@@ -18,13 +18,16 @@ Its `_tp_plan` names a style for patterns of modules and parameters, in which * 
 
 A style of a parameter, such as one of stacked experts, gives the dimension to split. A pattern that fits
 nothing, such as layers that this config lacks, is ignored, as in `transformers`.
+
+Styles that a caller gives, alone or in a `DistributedConfig`, override those of the model's own plan.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal, Protocol
 
 from torch import nn
 
@@ -53,26 +56,106 @@ STYLES = {*LINEAR_STYLES, *GATHERED_STYLES, *TABLE_STYLES, *KEPT_STYLES, *SUMMED
 STYLES |= {"local_params", TAIL_STYLE, SHARED_STYLE}
 
 
+# Fields of a DistributedConfig that ask for more than tensor parallelism, and advice.
+_MORE = {
+    "pp_size": "pipeline stages are not made of a model that parallelize splits",
+    "fsdp_size": "apply fully_shard to the split model: docs/fsdp.md",
+    "dp_replicate_size": "apply fully_shard or DDP to the split model: docs/fsdp.md",
+    "ep_size": "every rank has a shard of each expert",
+    "enable_expert_parallel": "every rank has a shard of each expert",
+    "enable_sequence_parallel": "pass sequence_parallel=True to parallelize",
+}
+
+
+class DistributedConfig(Protocol):
+    """A `transformers.distributed.DistributedConfig`."""
+
+    @property
+    def tp_size(self) -> int | None: ...
+
+    @property
+    def tp_plan(self) -> Mapping[str, str] | Literal["auto"] | None: ...
+
+
 def styles_of(model: nn.Module) -> dict[str, str]:
     """Return the model's own plan, in `transformers`' styles; empty if it has none."""
     return dict(getattr(model, "_tp_plan", None) or {})
 
 
-def own_plan(model: nn.Module, ranks: int, say: Say) -> ParallelizePlan:
+def requested_plan(model: nn.Module, plan: Any, ranks: int, say: Say) -> ParallelizePlan | None:
+    """Return the plan that the caller or the model's config gives, in our entries; None: none, or "auto".
+
+    plan: as `parallelize` gets it
+    """
+    if getattr(model, "_is_distributed_loading_by_transformers", False):
+        raise ValueError(
+            "parallelize: expected a model that is not split, got one that transformers has split; call "
+            "from_pretrained without distributed_config, or build the model under torch.device('meta') and "
+            "pass checkpoint=folder to parallelize"
+        )
+    if plan is None:
+        plan = getattr(getattr(model, "config", None), "distributed_config", None)
+        plan = SimpleNamespace(**plan) if isinstance(plan, Mapping) else plan
+    if hasattr(plan, "tp_size"):
+        plan = _tp_plan(plan, ranks)
+    if plan is None or plan == "auto":
+        return None
+    if not isinstance(plan, Mapping):
+        raise TypeError(f"plan: expected a plan, 'auto', a DistributedConfig or None, got {plan!r}")
+    if STYLES.isdisjoint(style for style in plan.values() if isinstance(style, str)):
+        return plan
+    own = styles_of(model)
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    for pattern in plan.keys() - own.keys():
+        if not any(map(_fits(pattern), names)):
+            raise ValueError(
+                f"plan: {pattern!r}, a pattern of transformers' styles, fits no module or parameter"
+            )
+    return own_plan(model, ranks, say, own | dict(plan))
+
+
+def _tp_plan(config: Any, ranks: int) -> Mapping[str, str] | str | None:
+    """Return the plan of a DistributedConfig; raise if it asks for more than `ranks` tensor ranks."""
+    if config.tp_size != ranks:
+        raise ValueError(
+            f"DistributedConfig: expected tp_size={ranks}, the size of the tensor-parallel group, got "
+            f"{config.tp_size}; pass the same size to initialize_model_parallel"
+        )
+    for name, advice in _MORE.items():
+        value = getattr(config, name, None) or 0  # older versions lack some
+        if value > name.endswith("_size"):
+            raise ValueError(f"DistributedConfig: {name}={value!r} is not what parallelize does: {advice}")
+    plan: Mapping[str, str] | str | None = getattr(config, "tp_plan", None)
+    if plan is not None and not plan:
+        raise ValueError(
+            "DistributedConfig: tp_plan={} splits nothing; leave it out for the model's own plan"
+        )
+    return plan
+
+
+def _fits(pattern: str) -> Callable[[str], object]:
+    """Return a function that is true for names that a pattern of `transformers` fits."""
+    return re.compile(re.escape(pattern).replace(r"\*", "[^.]+")).fullmatch
+
+
+def own_plan(
+    model: nn.Module, ranks: int, say: Say, styles: Mapping[str, str] | None = None
+) -> ParallelizePlan:
     """Return the model's own plan for a number of ranks, in our entries.
 
     say: called with what is not split
+    styles: in place of the model's own
     """
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     named: dict[str, str] = {}
     of_parameters: dict[str, dict[str, str]] = {}
-    for pattern, style in styles_of(model).items():
+    for pattern, style in (styles_of(model) if styles is None else styles).items():
         if style not in STYLES:
             raise ValueError(
                 f"the model's own plan: {pattern!r}: expected a style among {', '.join(sorted(STYLES))}, got "
                 f"{style!r}; pass a plan"
             )
-        fits = re.compile(re.escape(pattern).replace(r"\*", "[^.]+")).fullmatch
+        fits = _fits(pattern)
         for name in parameters:
             if fits(name):
                 owner, _, short = name.rpartition(".")

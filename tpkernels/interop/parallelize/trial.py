@@ -303,13 +303,13 @@ def device_of(world: TensorWorld) -> torch.device:
     return torch.device("cuda" if dist.get_backend(world.group) == "nccl" else "cpu")
 
 
-def raise_alike(problem: ValueError | None, found: str, world: TensorWorld) -> None:
+def raise_alike(problem: Exception | None, found: str, world: TensorWorld) -> None:
     """Raise the first rank's problem on all ranks; without a problem, raise unless all found the same."""
     if dist.get_backend(world.group) == "fake":
         if problem:
             raise problem
         return
-    problems: list[ValueError | None] = [None] * world.size
+    problems: list[Exception | None] = [None] * world.size
     dist.all_gather_object(problems, problem, group=world.group)
     for each in problems:
         if each is not None:

@@ -31,13 +31,15 @@ def twin_of(
     """Return a copy in eval mode; all of its floating-point parameters require gradients.
 
     dtype: of its floating-point tensors; None: the parameters share memory with the model's
-    device: tensors on the meta device become zeros on it; None: they stay
+    device: tensors on the meta device get memory on it: zeros, and ones for vectors, because weights of norms
+        near zero would make hidden states too small to show a fault; None: they stay
     """
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         value, floating = tensor.detach(), tensor.is_floating_point()
         if value.is_meta and device is not None:
-            value = torch.zeros_like(value, device=device)
+            is_ones = isinstance(tensor, nn.Parameter) and tensor.ndim == 1
+            value = torch.full_like(value, float(is_ones), device=device)
         if floating and dtype:
             value = value.to(dtype, copy=True)
         elif not isinstance(tensor, nn.Parameter):

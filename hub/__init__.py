@@ -1,0 +1,1 @@
+"""Local ops as a package for Hugging Face's `kernels`, copied out of tpkernels."""
