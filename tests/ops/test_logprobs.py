@@ -173,7 +173,7 @@ def test_logprobs_by_kernels(ranks2):
 def test_gradients_are_those_of_finite_differences(top_k):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 4, generator=generator, dtype=torch.float64).requires_grad_()
-    weight = torch.randn(3, 4, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = (torch.randn(3, 4, generator=generator, dtype=torch.float64) + dist.get_rank()).requires_grad_()
     target, group = torch.tensor([[0, 4], [3, 3], [-100, 1]]), dist.group.WORLD
 
     def both(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
