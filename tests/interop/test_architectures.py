@@ -160,7 +160,8 @@ def test_balancing_of_experts_leaves_padding_out(sequence_parallel):
     split = parallelize(deepcopy(whole), sequence_parallel=sequence_parallel)
     mask = torch.ones_like(IDS)
     mask[0, 3:] = mask[1, 6:] = 0
-    found = [model(IDS, attention_mask=mask, labels=IDS * mask - 100 * (1 - mask)) for model in (split, whole)]
+    labels = IDS.masked_fill(mask == 0, -100)
+    found = [model(IDS, attention_mask=mask, labels=labels) for model in (split, whole)]
     assert found[1].aux_loss > 1
     for each in found:
         each.loss.backward()

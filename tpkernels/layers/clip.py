@@ -108,9 +108,9 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, *, s
     for n, parameter in enumerate(owned):
         if not Attributes.of(parameter).allreduce:
             raise ValueError(
-                f"clip_grad_norm_: expected no parameter of an expert (allreduce=False), got parameter {n} of "
-                f"those given, {tuple(parameter.shape)}: data-parallel ranks hold other experts, and each "
-                "would scale by a norm of its own; add the squares of experts over the group 'ep' yourself"
+                "clip_grad_norm_: expected no parameter of an expert (allreduce=False), got parameter "
+                f"{n} of those given, {tuple(parameter.shape)}: data-parallel ranks hold other experts, and "
+                "each would scale by a norm of its own; add squares of experts over the group 'ep' yourself"
             )
     with unobserved():
         return _clipped(owned, max_norm, state)
