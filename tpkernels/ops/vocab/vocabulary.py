@@ -152,8 +152,11 @@ def require_shards(op: str, logits: Tensor, shard: VocabShard) -> None:
         return
     assert shard.tp.group is not None, "there are other ranks"
     some = logits.detach()[:: len(logits) // 8 + 1].cpu()
-    everybody = bytes_of_all(op, _described("logits", some).encode(), shard.tp.group)
-    if len(set(everybody)) == 1 and some.ne(some[:1, :1]).any():
+    ours = f"{shard.tp.rank} {_described('logits', some)}".encode()
+    everybody = [each.partition(b" ") for each in bytes_of_all(op, ours, shard.tp.group)]
+    ranks, _, logits_of = zip(*everybody, strict=True)
+    is_told = len(set(ranks)) == shard.tp.ranks  # not over torch's fake groups, which move no data
+    if is_told and len(set(logits_of)) == 1 and some.ne(some[:1, :1]).any():
         width = logits.shape[1]
         raise ValueError(
             f"{op}: expected logits of this rank's ids, got the same {width} columns on all {shard.tp.ranks} "
