@@ -166,9 +166,9 @@ def test_plans_and_saved_shards_keep_to_given_groups():
     initialize_model_parallel(2)
     across = create_parallel_state(plan_groups(world_size=4, tensor=2, order="dp-tp"))
     replica = across.rank_in("dp")
-    for sequence_parallel in (False, True):
-        split = parallelize(stack(), across, plan=STACK_PLAN, sequence_parallel=sequence_parallel)
-        assert_alike(split, stack(), 1e-12, *batch_of(replica, 0))
+    for kind, sequence_parallel in (("gpt", False), ("mixture", True)):
+        split = parallelize(stack(kind), across, plan=STACK_PLAN, sequence_parallel=sequence_parallel)
+        assert_alike(split, stack(kind), 1e-12, *batch_of(replica, 0))
     x = torch.arange(8.0).add(replica).requires_grad_()
     with use(across):
         y = checkpoint(lambda x: x.square().sin(), True, x)
