@@ -418,7 +418,7 @@ def test_compiled_it_saves_and_computes_what_it_does_eagerly():
         found, entropy = linear_logprobs(hidden, weight, target, dist.group.WORLD, **options)
         return found.sum() + entropy.sum()
 
-    wrong = unlike_compiled(both, [[leaf(torch.randn(8, 6)), leaf(torch.randn(9, 6))]])
+    wrong = unlike_compiled(both, [[leaf(torch.randn(8, 6)), leaf(torch.randn(9, 6) + dist.get_rank())]])
     assert not wrong, wrong
 
 
