@@ -101,6 +101,15 @@ def rank_processes() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
+def ranks8() -> Iterator[RankPool]:
+    """For `make sweep`: they take as long as four ranks do twice."""
+    from tests.ranks import RankPool
+
+    with RankPool(8) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
 def ranks4(rank_processes: RankPool) -> RankPool:
     return _first(4, rank_processes)
 

@@ -147,7 +147,7 @@ def test_works_compiled_under_checkpoints_and_with_tied_parameters(is_tied, forw
 
 @both_ways
 @average_or_sum
-@on_ranks(2)
+@on_ranks(1, 2)
 def test_no_sync_accumulates(average):
     module = chain()
     buckets = wrap(module, average=average)

@@ -16,7 +16,7 @@ from tests.interop.architecture_runs import ours
 from tests.interop.architectures import IMAGE_TOWER, TEXT_TOWER, config_of
 from tests.interop.models import needs_transformers
 from tests.interop.refused import refused_alike
-from tests.interop.torch_models import losses_of
+from tests.interop.torch_models import assert_gradients_alike, losses_of
 from tests.models.small import IDS
 from tests.on_ranks import on_ranks
 from tpkernels import check_replicas, initialize_model_parallel, parallelize
@@ -140,6 +140,7 @@ def test_folders_load_into_models_from_the_meta_device(kind, options, tmp_path):
 
 A_FEW = ["LlamaForCausalLM, one KV head", "Qwen3ForCausalLM", "Olmo2ForCausalLM", "Phi3ForCausalLM"]
 A_FEW += ["MixtralForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"]
+A_FEW += ["GptOssForCausalLM", "Qwen3NextForCausalLM"]  # sinks of heads; a norm behind a linear attention
 
 
 @pytest.mark.parametrize("name", A_FEW)
@@ -148,6 +149,25 @@ def test_parallelize_without_a_plan_is_right(name, ranks2):
         assert (outcome.verdict, outcome.why) == ("right", "")
         assert outcome.losses[1] < outcome.losses[0] - 0.5
         assert outcome.held < 0.8
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(2)
+def test_balancing_of_experts_leaves_padding_out(sequence_parallel):
+    """The loss that balances them counts tokens, but no padding, of all ranks."""
+    initialize_model_parallel(2)
+    whole, _ = built("Mixtral", output_router_logits=True, router_aux_loss_coef=1.0)
+    split = parallelize(deepcopy(whole), sequence_parallel=sequence_parallel)
+    mask = torch.ones_like(IDS)
+    mask[0, 3:] = mask[1, 6:] = 0
+    labels = IDS.masked_fill(mask == 0, -100)
+    found = [model(IDS, attention_mask=mask, labels=labels) for model in (split, whole)]
+    assert found[1].aux_loss > 1
+    for each in found:
+        each.loss.backward()
+    for name in ("loss", "aux_loss"):
+        torch.testing.assert_close(found[0][name], found[1][name], rtol=1e-5, atol=0)
+    assert_gradients_alike(split, whole, 1e-6)
 
 
 WAVES = {"conv_dim": [16, 16], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_feat_extract_layers": 2}

@@ -173,7 +173,7 @@ def test_logprobs_by_kernels(ranks2):
 def test_gradients_are_those_of_finite_differences(top_k):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 4, generator=generator, dtype=torch.float64).requires_grad_()
-    weight = torch.randn(3, 4, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = (torch.randn(3, 4, generator=generator, dtype=torch.float64) + dist.get_rank()).requires_grad_()
     target, group = torch.tensor([[0, 4], [3, 3], [-100, 1]]), dist.group.WORLD
 
     def both(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -418,7 +418,7 @@ def test_compiled_it_saves_and_computes_what_it_does_eagerly():
         found, entropy = linear_logprobs(hidden, weight, target, dist.group.WORLD, **options)
         return found.sum() + entropy.sum()
 
-    wrong = unlike_compiled(both, [[leaf(torch.randn(8, 6)), leaf(torch.randn(9, 6))]])
+    wrong = unlike_compiled(both, [[leaf(torch.randn(8, 6)), leaf(torch.randn(9, 6) + dist.get_rank())]])
     assert not wrong, wrong
 
 

@@ -17,7 +17,6 @@ from tests.on_ranks import on_ranks
 from tests.ops.invariant_cases import Setting, drawn, hashes, hashes_by_kernels, norm, whole_of
 from tests.ops.test_parallel_citizens import unlike_compiled
 from tests.products import once
-from tests.ranks import RankPool
 from tests.segments import tp_invariance
 from tpkernels import ops
 from tpkernels.ops.tensor_parallel import mappings
@@ -79,12 +78,6 @@ def test_one_graph_has_the_bits_of_eager_norms_and_heads(segments):
     with tp_invariance(segments) if segments else nullcontext():
         wrong = unlike_compiled(norms_and_products, [[x, w, w2, bias] for x in xs])
     assert [line for line in wrong if not line.startswith("saved bytes")] == []
-
-
-@pytest.fixture(scope="module")
-def ranks8():
-    with RankPool(8) as pool:
-        yield pool
 
 
 @pytest.mark.sweep

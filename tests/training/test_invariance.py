@@ -2,12 +2,13 @@
 
 import warnings
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 
 from tests.products import once
+from tests.training.decoding import generated, scored
 from tests.training.invariant_runs import answers, trained
 from tpkernels.models.config import GPTConfig
 from tpkernels.training.config import TrainConfig
@@ -118,3 +119,24 @@ def test_logits_and_samples_are_the_same(model, dtype, ranks1, ranks2, ranks4):
         other_logits, other_written = ranks.run(answers, model, dtype, SEGMENTS)[0]
         assert torch.equal(logits, other_logits)
         assert torch.equal(written, other_written)
+
+
+LENGTH = 17  # 16 of them are inputs, which 4 ranks and 8 segments divide
+
+
+@once(model=MODELS, dtype=DTYPES)
+def test_decoding_has_the_logprobs_of_training(model, dtype, ranks1, ranks2, ranks4):
+    ids, decoded = ranks1.run(generated, model, dtype, SEGMENTS, LENGTH)[0]
+    assert len({*ids.flatten().tolist()}) > LENGTH
+    of_two = ranks2.run(generated, model, dtype, SEGMENTS, LENGTH)[0]
+    assert all(map(torch.equal, of_two, (ids, decoded)))
+    assert torch.equal(ranks4.run(scored, model, dtype, SEGMENTS, ids)[0], decoded)
+
+
+def test_other_logprobs_depend_on_the_size_and_the_cache(ranks1, ranks4):
+    ids, decoded = ranks1.run(generated, LLAMA, torch.bfloat16, 0, LENGTH)[0]
+    assert not torch.equal(ranks4.run(scored, LLAMA, torch.bfloat16, 0, ids)[0], decoded)
+    ids, decoded = ranks1.run(partial(generated, static=False), LLAMA, torch.float32, SEGMENTS, LENGTH)[0]
+    trained = ranks4.run(scored, LLAMA, torch.float32, SEGMENTS, ids)[0]
+    assert not torch.equal(trained, decoded)
+    torch.testing.assert_close(trained, decoded, rtol=0, atol=1e-5)

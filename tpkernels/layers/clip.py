@@ -3,7 +3,8 @@
 tensor ranks      shards are counted on every rank, replicated parameters once
 pipeline stages   their squares are added; parameters with Megatron's attribute `shared`, the last stage's
                   replica of the embedding, are not counted
-data ranks        have the same gradients: nothing is added; blocks under `fully_shard` are added
+data ranks        have the same gradients: nothing is added; blocks under `fully_shard` are added; experts
+                  that are spread over them are refused
 
 With TP-invariance the norm is added exactly: the bits of `exact_norm` depend neither on the order of elements
 nor on their sharding. Elements are scaled by a power of two, so that the largest lies in [1/2, 1). Their
@@ -104,6 +105,13 @@ def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, *, s
         raise ValueError(f"clip_grad_norm_: expected max_norm of 0 or more, got {max_norm}")
     owned = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     owned = list({id(parameter): parameter for parameter in owned}.values())  # tied parameters once
+    for n, parameter in enumerate(owned):
+        if not Attributes.of(parameter).allreduce:
+            raise ValueError(
+                "clip_grad_norm_: expected no parameter of an expert (allreduce=False), got parameter "
+                f"{n} of those given, {tuple(parameter.shape)}: data-parallel ranks hold other experts, and "
+                "each would scale by a norm of its own; add squares of experts over the group 'ep' yourself"
+            )
     with unobserved():
         return _clipped(owned, max_norm, state)
 

@@ -52,6 +52,7 @@ from tpkernels.ops.vocab.vocabulary import (
     require_ids,
     require_in_vocabulary,
     require_logits,
+    require_shards,
     vocab_shard,
 )
 
@@ -270,6 +271,7 @@ class ShardedLoss:
         if self._is_plain(logits, target):
             loss, maximum, total = _of_full_rows(logits, target, in_place=False)
             return loss, Known(target, maximum, total)
+        require_shards(op, logits, shard)
         fourth = bool(s) or scale is not None  # an unsmoothed loss needs no Σ x
         found = [self._statistics(part, part.of(logits), target, fourth) for part in shard.segments]
         ours = found[0] if len(found) == 1 else torch.cat(found)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tpkernels.comm.agreement import Claim, agree
+from tpkernels.comm.agreement import Claim, agree, bytes_of_all
 from tpkernels.comm.tensor_parallel import TensorParallel
 from tpkernels.kernels.reference import surely_within
 from tpkernels.ops.tensor_parallel import parallel
@@ -140,6 +140,28 @@ def require_in_vocabulary(
     if problem:
         raise ValueError(f"{op}: {problem}")
     return False
+
+
+def require_shards(op: str, logits: Tensor, shard: VocabShard) -> None:
+    """Raise if all ranks have the same logits: gathered ones, or those of a weight that is not split.
+
+    Their loss would be log(ranks) too large, or only the first rank's columns would get a gradient. Ranks
+    compare some rows in as few calls as they compare ids in. Equal constants may be those of a new head.
+    """
+    if shard.tp.ranks == 1 or not _is_compared(f"{op} logits", logits, shard.tp):
+        return
+    assert shard.tp.group is not None, "there are other ranks"
+    some = logits.detach()[:: len(logits) // 8 + 1].cpu()
+    ours = f"{shard.tp.rank} {_described('logits', some)}".encode()
+    everybody = [each.partition(b" ") for each in bytes_of_all(op, ours, shard.tp.group)]
+    ranks, _, logits_of = zip(*everybody, strict=True)
+    is_told = len(set(ranks)) == shard.tp.ranks  # not over torch's fake groups, which move no data
+    if is_told and len(set(logits_of)) == 1 and some.ne(some[:1, :1]).any():
+        width = logits.shape[1]
+        raise ValueError(
+            f"{op}: expected logits of this rank's ids, got the same {width} columns on all {shard.tp.ranks} "
+            "ranks; do not gather them (gather_output=False), and split the weight of the head"
+        )
 
 
 def require_class_weight(op: str, weight: Tensor, shard: VocabShard, like: Tensor) -> None:
