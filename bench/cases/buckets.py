@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.case import Case, Work
-from bench.measure import Seconds
+from bench.case import Case, Measured, Work
 from tpkernels import GradientBuckets, bucketed_all_reduce_
+from tpkernels.comm.transports import select
 
 Step = Callable[[], Sequence[Tensor]]
 Shapes = list[tuple[int, ...]]
@@ -161,17 +163,25 @@ def step_case(list_name: str, names: Sequence[str]) -> Case:
     )
 
 
+def step_over_gloo(list_name: str, names: Sequence[str]) -> Case:
+    """As between machines."""
+    with patch.object(select, "requested_transport", "c10d"):
+        case = step_case(list_name, names)
+    return replace(case, work=replace(case.work, shape=f"{case.work.shape}-gloo"))
+
+
 def low(seconds: Sequence[float]) -> float:
     """A tenth of the rounds took less: what neighbours on the machine disturbed least."""
     return sorted(seconds)[len(seconds) // 10]
 
 
-def with_better_ddp(seconds: Seconds) -> Seconds:
+def with_better_ddp(measured: Measured) -> Measured:
     """The naive way is DDP in the form that takes less, gradients copied or views of its buckets."""
+    seconds = measured.seconds
     forms = {"ddp_copies": seconds["naive"]}
     if "ddp_views" in seconds:
         forms["ddp_views"] = seconds["ddp_views"]
-    return {**seconds, **forms, "naive": min(forms.values(), key=low)}
+    return measured._replace(seconds={**seconds, **forms, "naive": min(forms.values(), key=low)})
 
 
 def list_case(list_name: str) -> Case:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench import record
 from bench.baseline import path_for, read_baseline
-from bench.case import Case, Work, timed_on_ranks
+from bench.case import Case, Work, measured_on_ranks
 from bench.cases import rivals
 from bench.cases.bucket_overlap import efficiency, listed
 from bench.cases.buckets import low, with_better_ddp
@@ -93,11 +93,11 @@ def late_on_rank_1(wrong_rank: int) -> Case:
 
 
 def test_ranks_check_and_time_and_the_slowest_counts(ranks2):
-    work, seconds = timed_on_ranks(ranks2, late_on_rank_1, -1, rounds=3)
+    work, seconds, _ = measured_on_ranks(ranks2, late_on_rank_1, -1, rounds=3)
     assert work.world == 2
     assert min(seconds["ours"]) >= 0.03
     with pytest.raises(RuntimeError, match="rank 1: AssertionError: sum 3 forward: result 0 of ours is off"):
-        timed_on_ranks(ranks2, late_on_rank_1, 1, rounds=3)
+        measured_on_ranks(ranks2, late_on_rank_1, 1, rounds=3)
 
 
 SECONDS = {"ours": [1.0, 2.0, 4.0], "naive": [2.0, 2.0, 2.0], "compiled": [3.0, 6.0, 12.0]}
