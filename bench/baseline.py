@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -33,22 +34,18 @@ class Baseline:
         """Return which versions differ, though it holds."""
         now = {"torch": torch.__version__, "python": sys.version.split()[0]}
         was = {"torch": self.torch, "python": self.python}
-        return ", ".join(f"{name} {was[name]} is {now[name]} now" for name in now if was[name] != now[name])
+        return "".join(f"; {name} {was[name]} is {now[name]} now" for name in now if was[name] != now[name])
 
     def write(self, path: Path) -> None:
         """Write a line for each kind of count, so that a diff shows what changed."""
-        cases = {
-            name: ",\n".join(f"   {json.dumps(kind)}: {json.dumps(named)}" for kind, named in counts.items())
-            for name, counts in sorted(self.cases.items())
-        }
-        body = ",\n".join(f"  {json.dumps(name)}: {{\n{lines}\n  }}" for name, lines in cases.items())
-        versions = f' "torch": {json.dumps(self.torch)},\n "python": {json.dumps(self.python)}'
+        text = json.dumps(asdict(self), indent=1)
+        text = re.sub(r"\{([^{}]*)\}", lambda named: f"{{{' '.join(named[1].split())}}}", text)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'{{\n{versions},\n "cases": {{\n{body}\n }}\n}}\n', encoding="utf-8")
+        path.write_text(text + "\n", encoding="utf-8")
 
 
 def baseline_of(cases: Mapping[str, Counts]) -> Baseline:
-    return Baseline(torch.__version__, sys.version.split()[0], cases)
+    return Baseline(torch.__version__, sys.version.split()[0], dict(sorted(cases.items())))
 
 
 def minor(version: str) -> str:
@@ -62,14 +59,9 @@ def minor(version: str) -> str:
 def read_baseline(path: Path) -> Baseline:
     try:
         baseline = Baseline(**read_json(path, UPDATE))
-        assert isinstance(baseline.torch, str)
-        assert isinstance(baseline.python, str)
-        assert all(
-            isinstance(count, int)
-            for counts in baseline.cases.values()
-            for named in counts.values()
-            for count in named.values()
-        )
+        kinds = [named for counts in baseline.cases.values() for named in counts.values()]
+        assert all(isinstance(count, int) for named in kinds for count in named.values())
+        assert all(isinstance(version, str) for version in (baseline.torch, baseline.python))
     except (AssertionError, AttributeError, TypeError) as error:
         raise BadFile(f"{path}: expected a baseline of counts; make it by `{UPDATE}`") from error
     return baseline

@@ -39,9 +39,7 @@ COUNTED = pytest.StashKey[dict[str, Counts]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seconds", type=float, metavar="N", help="begin no benchmark after so many seconds")
-    parser.addoption(
-        "--outcomes", type=Path, metavar="FILE", help="write what was counted, and failures, as JSON"
-    )
+    parser.addoption("--outcomes", type=Path, metavar="FILE", help="write counts and failures, as JSON")
     parser.addoption("--count", action="store_true", help="count what ours does, and time it in few rounds")
 
 
@@ -76,17 +74,11 @@ class Bench:
         self.record(case.measured(rounds, counted=self.counted))
 
     def on_ranks(
-        self,
-        ranks: RankPool,
-        build: Callable[..., Case],
-        *arguments: Any,
-        rounds: int,
-        timeout: float = 120.0,
+        self, ranks: RankPool, build: Callable[..., Case], *given: Any, rounds: int, timeout: float = 120.0
     ) -> Measured:
         """Measure a case that ranks build."""
-        return measured_on_ranks(
-            ranks, build, *arguments, rounds=rounds, timeout=timeout, counted=self.counted
-        )
+        counted = self.counted
+        return measured_on_ranks(ranks, build, *given, rounds=rounds, timeout=timeout, counted=counted)
 
     def record(self, measured: Measured) -> None:
         work, seconds, counts = measured

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,7 +55,7 @@ def counts_of(run: Callable[[], object]) -> Counts:
         Operators(waiting=waiting) as operators,
     ):
         run()
-    return {
+    counts = {
         "Python calls": python,
         "operators": operators.calls,
         "primitives": steps.primitives,
@@ -63,11 +64,12 @@ def counts_of(run: Callable[[], object]) -> Counts:
         "bytes allocated": operators.allocated,
         "bytes read and written": operators.moved,
     }
+    return added([counts])
 
 
-def added(counts: Sequence[Counts]) -> Counts:
-    """Add up the counts of several ranks."""
-    return {kind: sum((Counter(each[kind]) for each in counts), Counter()) for kind in counts[0]}
+def added(counts: Sequence[Mapping[str, Mapping[str, int]]]) -> Counts:
+    """Add up the counts of several ranks, without zeros."""
+    return {kind: dict(sum((Counter(each[kind]) for each in counts), Counter())) for kind in counts[0]}
 
 
 def python_calls(run: Callable[[], object]) -> Counter[str]:
@@ -90,16 +92,18 @@ def python_calls(run: Callable[[], object]) -> Counter[str]:
                 sys.setprofile(None)
     finally:
         gc.enable()
-    return +calls
+    return calls
 
 
 @contextmanager
 def _waits() -> Iterator[list[None]]:
-    """Gives a list that has an element while this rank waits in a loop for rows of another."""
+    """Gives a list that has an element while this thread waits in a loop for rows of another rank."""
     waiting: list[None] = []
-    poll = HostExchange.poll
+    poll, own = HostExchange.poll, threading.get_ident()
 
     def polling(*arguments: Any) -> str:
+        if threading.get_ident() != own:  # the thread that pushes
+            return poll(*arguments)
         waiting.append(None)
         try:
             return poll(*arguments)
@@ -148,8 +152,7 @@ class Operators(TorchDispatchMode):
         sizes = [self._bytes(leaf) for leaf in leaves]
         group = next(leaf for leaf in leaves if isinstance(leaf, ScriptObject))
         ranks = dist.ProcessGroup.unbox(group).size()
-        ring = {"allreduce_": 2 * (ranks - 1)}.get(name, ranks - 1)
-        times = {"send": ranks, "recv_": 0, "recv_any_source_": 0}.get(name, ring)
+        times = {"send": ranks, "recv_": 0, "allreduce_": 2 * (ranks - 1)}.get(name, ranks - 1)
         return times * max(sizes) // ranks
 
     def _moved(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:

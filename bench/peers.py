@@ -11,12 +11,12 @@ import os
 import statistics
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from bench.case import Measured, measured_on_ranks
 from bench.cases.buckets import LISTS, step_case
 from bench.cases.peers import LOCAL_SIZES, block_case, llama_case, local_case
+from bench.device import version_of
 from bench.measure import Comparison
 from tests.ranks import RankPool
 
@@ -32,7 +32,8 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
 
 
 def main(options: Namespace) -> int:
-    print(f"{_versions()}; load {os.getloadavg()[0]:.1f}\n")
+    told = ", ".join(f"{name} {version_of(name) or 'not installed'}" for name in ("torch", "transformers"))
+    print(f"{told}; load {os.getloadavg()[0]:.1f}\n")
     print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
     for row in rows(options.only, options.rounds):
         print(row, flush=True)
@@ -95,14 +96,3 @@ def _row(*cells: object) -> str:
 
 def _milliseconds(seconds: Sequence[float]) -> str:
     return f"{1e3 * statistics.median(seconds):.3g}"
-
-
-def _versions() -> str:
-    return ", ".join(f"{name} {_version(name)}" for name in ("torch", "transformers"))
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from bench.case import Case, Work
 from bench.conftest import Bench
-from tpkernels.groups.plan import KINDS, plan_groups
+from tpkernels.groups.kinds import GroupKind
+from tpkernels.groups.plan import plan_groups
 
 WORLD, TENSOR, PIPELINE, RANK = 131_072, 8, 16, 77_777
 
@@ -33,13 +34,12 @@ def loop_groups(world_size: int, tensor: int, pipeline: int) -> Iterator[tuple[s
         yield "position_embedding", ranks[:1]
 
 
-LOOPED = ("dp", "model", "tp", "pp", "embedding", "position_embedding")
+LOOPED: tuple[GroupKind, ...] = ("dp", "model", "tp", "pp", "embedding", "position_embedding")
 
 
 def plan_one_rank() -> list[Tensor]:
     plan = plan_groups(world_size=WORLD, tensor=TENSOR, pipeline=PIPELINE)
-    groups = {kind: plan.group_of(RANK, kind) for kind in KINDS if plan.is_member(RANK, kind)}
-    return [torch.tensor(groups[kind]) for kind in LOOPED if kind in groups]
+    return [torch.tensor(plan.group_of(RANK, kind)) for kind in LOOPED if plan.is_member(RANK, kind)]
 
 
 def list_every_group() -> list[Tensor]:

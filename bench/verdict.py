@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -32,7 +31,7 @@ class Finding:
 
 def of_counts(baseline: Mapping[str, Counts], results: Results) -> Iterator[Finding]:
     """What is done more often than before, or instead, or less."""
-    yield from _that_failed(results)
+    yield from of_failures(results)
     for name in baseline.keys() - results.counted.keys() - results.failures.keys():
         yield Finding("missing", name, "it was not counted")
     for name, counts in results.counted.items():
@@ -59,14 +58,14 @@ def _of_kind(case: str, kind: str, was: Mapping[str, int], now: Mapping[str, int
     yield Finding(verdict, case, f"{kind} {before:,} -> {after:,}: {', '.join(told)}")
 
 
-def _that_failed(results: Results) -> Iterator[Finding]:
+def of_failures(results: Results) -> Iterator[Finding]:
     for name, failure in results.failures.items():
         yield Finding("wrong", name, cause(failure))
 
 
 def of_times(before: Results, now: Results) -> Iterator[Finding]:
     """Which ratios fell, by more than the noise of either run; what measures something else or nothing."""
-    yield from _that_failed(now)
+    yield from of_failures(now)
     for name, was in before.infos.items():
         if (info := now.infos.get(name)) is None:
             if name not in now.failures:
@@ -89,8 +88,3 @@ def has_fallen(was: Info, now: Info) -> bool:
     return bool(
         now["ratio"] < (1 - FALL) * was["ratio"] and now["ratio_quartile_high"] < was["ratio_quartile_low"]
     )
-
-
-def totals(counts: Counts) -> Counter[str]:
-    """Of each kind."""
-    return Counter({kind: sum(named.values()) for kind, named in counts.items()})

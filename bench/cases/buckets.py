@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from unittest.mock import patch
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.case import Case, Measured, Work
+from bench.cases.blocking import world
 from tpkernels import GradientBuckets, bucketed_all_reduce_
 from tpkernels.comm.transports import select
 
@@ -42,12 +42,6 @@ LISTS: dict[str, Callable[[], Shapes]] = {
 }
 
 
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
 class UsesAll(nn.Module):
     """A loss that every parameter has a part in, with as little arithmetic as can be."""
 
@@ -71,9 +65,9 @@ def own_input(group: dist.ProcessGroup) -> Tensor:
     return torch.full((1,), 1.0 + group.rank())
 
 
-def with_buckets(shapes: Shapes, group: dist.ProcessGroup) -> Step:
+def with_buckets(shapes: Shapes, group: dist.ProcessGroup, wire_dtype: torch.dtype | None = None) -> Step:
     module = UsesAll(shapes)
-    buckets = GradientBuckets(module, group)
+    buckets = GradientBuckets(module, group, wire_dtype=wire_dtype)
 
     def step() -> Sequence[Tensor]:
         buckets.zero()
@@ -163,11 +157,13 @@ def step_case(list_name: str, names: Sequence[str]) -> Case:
     )
 
 
-def step_over_gloo(list_name: str, names: Sequence[str]) -> Case:
-    """As between machines."""
+def step_over_gloo(list_name: str, bfloat16: bool) -> Case:
+    """As between machines: all bytes travel in collectives."""
     with patch.object(select, "requested_transport", "c10d"):
-        case = step_case(list_name, names)
-    return replace(case, work=replace(case.work, shape=f"{case.work.shape}-gloo"))
+        case = step_case(list_name, ["naive", "ddp_views"])
+        ours = with_buckets(LISTS[list_name](), world(), torch.bfloat16 if bfloat16 else None)
+    work = replace(case.work, shape=f"{case.work.shape}-gloo{'-bfloat16' * bfloat16}")
+    return Case(work, {"ours": ours, **case.ways}, tolerance=1e-2 if bfloat16 else None)
 
 
 def low(seconds: Sequence[float]) -> float:
@@ -247,12 +243,3 @@ def hooks_case() -> Case:
         reduced("gradient_buckets", "400_small", "accumulation", "no hooks"),
         {"ours": accumulating(hooks=True), "naive": accumulating(hooks=False)},
     )
-
-
-def bytes_on_the_wire(list_name: str, wire_dtype: torch.dtype | None) -> tuple[int, int, int]:
-    """What each rank brings to the collectives of a step, the size of the gradients, how many collectives."""
-    module = UsesAll(LISTS[list_name]())
-    buckets = GradientBuckets(module, world(), wire_dtype=wire_dtype, timeout=timedelta(seconds=60))
-    sent = sum(bucket.numel() * (wire_dtype or bucket.dtype).itemsize for bucket in buckets.buckets)
-    gradients = sum(parameter.nbytes for parameter in module.parameters())
-    return sent, gradients, len(buckets.buckets)
