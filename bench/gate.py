@@ -54,7 +54,8 @@ def _times(*paths: Path) -> list[Finding]:
             "nothing of another"
         )
     found = list(of_times(before, now))
-    print(*lines(found), f"{len(before.infos)} cases were compared with {paths[0]} by their times", sep="\n")
+    held = f"{len(before.infos)} cases were compared with {paths[0]} by their times"
+    print(*lines(found, meant=False), held, sep="\n")
     return found
 
 
@@ -99,17 +100,17 @@ def environment() -> Mapping[str, str]:
     """Ours, without what a CI may have set that changes what is counted."""
     others = ("TPKERNELS_", "TRITON_", "PYTEST_")
     kept = {name: text for name, text in os.environ.items() if name == KEPT or not name.startswith(others)}
-    return kept | {"OMP_NUM_THREADS": "1"}
+    return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # on a GPU others are chosen
 
 
-def lines(findings: Sequence[Finding]) -> list[str]:
-    """A line of each finding; what to do is told where no other is a mistake."""
+def lines(findings: Sequence[Finding], *, meant: bool = True) -> list[str]:
+    """A line of each finding. meant: whether --update may accept them, if none is a mistake"""
     width = max((len(one.case) for one in findings), default=0)
     said = [f"{one.kind:<14}  {one.case:<{width}}  {one.text}" for one in findings]
     failing = [one for one in findings if one.fails]
     if failing:
-        meant = "; if they are meant: --update" * all(one.kind in MEANT for one in findings)
-        said.append(f"regressions: {len(failing)}{meant}")
+        meant = meant and all(one.kind in MEANT for one in findings)
+        said.append(f"regressions: {len(failing)}{'; if they are meant: --update' * meant}")
     elif findings:
         said.append("better: --update keeps it")
     return said

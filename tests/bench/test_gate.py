@@ -100,6 +100,7 @@ def test_update_is_named_where_nothing_is_a_mistake():
     more, wrong, less = (Finding(kind, "a", "text") for kind in ("more", "wrong", "less"))
     assert gate.lines([more])[-1] == "regressions: 1; if they are meant: --update"
     assert gate.lines([more, wrong])[-1] == "regressions: 2"
+    assert gate.lines([more], meant=False)[-1] == "regressions: 1"
     assert gate.lines([less])[-1] == "better: --update keeps it"
 
 
