@@ -385,6 +385,22 @@ def test_entries_have_what_github_action_benchmark_reads():
     assert count == {"name": "a: operators", "unit": "operators", "value": 2, "extra": "aten::mm: 2"}
 
 
+@pytest.mark.sweep
+def test_a_case_is_run_counted_and_written_for_charts(tmp_path):
+    """The real command."""
+    file, case = tmp_path / "sub" / "now.json", "smoke-tp1-64-proj-wgrad_add"
+    ended = ran(
+        "-m", "bench", "run", "--smoke", "--count", "-k", case, "-o", file, "--github-action", tmp_path
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    now = read(file)
+    ((name, said),) = now.infos.items()
+    assert said.keys() == TAKEN.keys()
+    assert now.counted[name] == read_baseline(FILE).cases[name]
+    for tool, entries in for_github_action(now).items():
+        assert json.loads((tmp_path / f"{tool}.json").read_text()) == entries
+
+
 # pytest-benchmark's own options.
 
 SLOW = """
