@@ -144,8 +144,8 @@ doctor: $(READY) ## what this machine has, and what is wrong with it
 bench: $(READY) ## benchmarks, with ratios against the naive way
 	$(BIN)/python -m pytest bench
 
-bench-gate: $(READY) ## compare a small set of benchmarks with this device's baseline
-	$(BIN)/python -m bench gate --skip kernels
+bench-gate: $(READY) ## count what ops do, and compare with the baseline
+	$(BIN)/python -m bench gate
 
 invariance: $(READY) ## train at tensor-parallel sizes 1 to 8 under TP-invariance, and compare all bits
 	$(BIN)/python -m bench invariance

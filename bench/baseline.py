@@ -1,102 +1,67 @@
-"""The ratios that a device had: what results are compared with."""
+"""The counts of the small set that the gate compares with, in one file."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from bench.results import BadFile, Info, Results, read_json, slug
+from bench.counts import Counts
+from bench.results import BadFile, read_json
 
-FOLDER = Path(__file__).parent / "baselines"
-FLOOR = 0.05  # of a ratio: between two runs more changes than their rounds show
-IDENTITY = ("op", "shape", "pass", "naive", "world", "dtype", "device", "backend", "flops", "bytes")
-RATIOS = ("ratio", "ratio_quartile_low", "ratio_quartile_high", "rounds", "ratio_of_runs")
+FILE = Path(__file__).parent / "baselines" / "counts.json"
+UPDATE = "python -m bench gate --update"
 
 
 @dataclass(frozen=True)
 class Baseline:
-    device: str
-    floor: float  # a fall by less is none
-    made: Mapping[str, Any]  # when, on what, of what, by which command
-    cases: Mapping[str, Info]  # what identifies a case, and its ratios
+    torch: str  # versions
+    python: str
+    cases: Mapping[str, Counts]
 
-    def __str__(self) -> str:
-        versions = self.made.get("versions", {})
-        return f"{self.made.get('date')}, torch {versions.get('torch')}, revision {self.made.get('revision')}"
+    def why_not(self) -> str:
+        """Return why it says nothing of the torch that is installed, whose operators may be others."""
+        if minor(self.torch) == minor(torch.__version__):
+            return ""
+        return f"no counts for torch {minor(torch.__version__)}: the baseline is of {self.torch}"
+
+    def note(self) -> str:
+        """Return which versions differ, though it holds."""
+        now = {"torch": torch.__version__, "python": sys.version.split()[0]}
+        was = {"torch": self.torch, "python": self.python}
+        return "".join(f"; {name} {was[name]} is {now[name]} now" for name in now if was[name] != now[name])
+
+    def write(self, path: Path) -> None:
+        """Write a line for each kind of count, so that a diff shows what changed."""
+        text = json.dumps(asdict(self), indent=1)
+        text = re.sub(r"\{([^{}]*)\}", lambda named: f"{{{' '.join(named[1].split())}}}", text)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n", encoding="utf-8")
 
 
-def path_for(device: str) -> Path:
-    return FOLDER / f"{slug(device)}.json"
+def baseline_of(cases: Mapping[str, Counts]) -> Baseline:
+    return Baseline(torch.__version__, sys.version.split()[0], dict(sorted(cases.items())))
 
 
-def this_device() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+def minor(version: str) -> str:
+    """
+    >>> minor("2.13.0+cpu")
+    '2.13'
+    """
+    return ".".join(version.split(".")[:2])
 
 
-def machine() -> str:
-    return f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}"
-
-
-def read_baseline(path: Path, device: str) -> Baseline:
-    """device: whose results are to be compared with it"""
-    selection = "--smoke" if device == "cpu" else "--gpu-set"
-    recipe = (
-        f"python -m bench run {selection} -o out/bench.json && "
-        f"python -m bench gate --update --baseline {shown(path)} out/bench.json"
-    )
-    if not path.exists():
-        there = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json"))) or "none"
-        raise BadFile(
-            f"no baseline for the device {device!r}: looked for {shown(path)}; there are: {there}. "
-            f"Make one, and commit it: {recipe}"
-        )
-    report = read_json(path, recipe)
+def read_baseline(path: Path) -> Baseline:
     try:
-        baseline = Baseline(**report)
-        complete = all(case.keys() >= {*IDENTITY, *RATIOS} for case in baseline.cases.values())
-    except (AttributeError, TypeError) as error:
-        raise BadFile(f"{path}: expected a baseline; make it by {recipe}") from error
-    if not complete:
-        keys = ", ".join((*IDENTITY, *RATIOS))
-        raise BadFile(f"{path}: expected {keys} of every case; make it by {recipe}")
-    if baseline.device != device:
-        raise BadFile(
-            f"{shown(path)} is of {baseline.device!r}, these results are of {device!r}: ratios of one "
-            f"device say nothing of another; leave --baseline out, or make one: {recipe}"
-        )
+        baseline = Baseline(**read_json(path, UPDATE))
+        kinds = [named for counts in baseline.cases.values() for named in counts.values()]
+        assert all(isinstance(count, int) for named in kinds for count in named.values())
+        assert all(isinstance(version, str) for version in (baseline.torch, baseline.python))
+    except (AssertionError, AttributeError, TypeError) as error:
+        raise BadFile(f"{path}: expected a baseline of counts; make it by `{UPDATE}`") from error
     return baseline
-
-
-def made_of(results: Results, floor: float, note: str) -> Baseline:
-    any_case = next(iter(results.infos.values()))
-    made = {
-        "date": date.today().isoformat(),
-        "machine": machine(),
-        "versions": any_case["versions"],
-        "revision": any_case["revision"],
-        "command": results.command,
-        "note": note,
-    }
-    cases = {
-        name: {key: info[key] for key in (*IDENTITY, *RATIOS)} for name, info in sorted(results.infos.items())
-    }
-    return Baseline(results.device, floor, made, cases)
-
-
-def write_baseline(baseline: Baseline, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(baseline), indent=1) + "\n", encoding="utf-8")
-
-
-def shown(path: Path) -> str:
-    """From where one stands, if it lies below."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from bench.counts import Counts, added, counts_of
 from bench.measure import (
+    WARM_UPS,
     Seconds,
     Way,
     as_graph,
@@ -24,6 +26,7 @@ from tests.ranks import RankPool
 from tpkernels.dispatch import backends
 
 SHORTEST_ROUND = 2e-3  # seconds on a CPU: below, the clock and interruptions are what is seen
+FEW = 3  # rounds of a case that is counted
 SHORT_ON_GPU = 200e-6  # seconds: below, launches may take longer than kernels
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # others: 16 bits, after a few products
 
@@ -49,6 +52,14 @@ class Work:
 
     def __str__(self) -> str:
         return f"{self.op} {self.shape} {self.pass_}"
+
+
+class Measured(NamedTuple):
+    """What was found of a case; a round takes as long as on the slowest rank, and counts are of all."""
+
+    work: Work
+    seconds: Seconds
+    counts: Counts | None = None
 
 
 @dataclass(frozen=True)
@@ -79,15 +90,22 @@ class Case:
                         f"{self.work}: result {i} of {name} is off by {float(difference / size):.1e}"
                     )
 
-    def time(self, rounds: int) -> Seconds:
+    def time(self, rounds: int, warm_ups: int = WARM_UPS) -> Seconds:
         """Checks, and then times each way in each round; on every rank alike."""
         self.check()
         if self.work.device == "cuda":
-            return interleave(self._on_gpu(), rounds, seconds_on_gpu)
+            return interleave(self._on_gpu(), rounds, seconds_on_gpu, warm_ups)
         if self.work.world > 1:
-            return interleave(self.ways, rounds, seconds_after_a_barrier)
+            return interleave(self.ways, rounds, seconds_after_a_barrier, warm_ups)
         calls = ceil(SHORTEST_ROUND / seconds_of_processor(5)(self.ways["naive"]))
-        return interleave(self.ways, rounds, seconds_of_processor(calls))
+        return interleave(self.ways, rounds, seconds_of_processor(calls), warm_ups)
+
+    def measured(self, rounds: int, *, counted: bool) -> Measured:
+        """counted: count what ours does, and time it in few rounds, against naive alone"""
+        if not counted:
+            return Measured(self.work, self.time(rounds))
+        pair = replace(self, ways={name: self.ways[name] for name in ("ours", "naive")})
+        return Measured(self.work, pair.time(FEW, warm_ups=1), counts_of(self.ways["ours"]))
 
     def _on_gpu(self) -> Mapping[str, Way]:
         if min(seconds_on_gpu(self.ways["naive"]) for _ in range(3)) > SHORT_ON_GPU:
@@ -95,14 +113,20 @@ class Case:
         return {name: as_graph(way) for name, way in self.ways.items()}
 
 
-def timed_on_ranks(
-    ranks: RankPool, build: Callable[..., Case], *arguments: Any, rounds: int, timeout: float = 120.0
-) -> tuple[Work, Seconds]:
-    """A case that ranks build, check and time; a round takes as long as on the slowest."""
-    answers = ranks.run(_timed, build, arguments, rounds, timeout=timeout)
-    return answers[0][0], slowest([seconds for _, seconds in answers])
+def measured_on_ranks(
+    ranks: RankPool,
+    build: Callable[..., Case],
+    *arguments: Any,
+    rounds: int,
+    timeout: float = 120.0,
+    counted: bool = False,
+) -> Measured:
+    """A case that ranks build, check and measure."""
+    answers = ranks.run(_measured, build, arguments, rounds, counted, timeout=timeout)
+    counts = [each.counts for each in answers if each.counts is not None]
+    seconds = slowest([each.seconds for each in answers])
+    return Measured(answers[0].work, seconds, added(counts) if counts else None)
 
 
-def _timed(build: Callable[..., Case], arguments: Sequence[Any], rounds: int) -> tuple[Work, Seconds]:
-    case = build(*arguments)
-    return case.work, case.time(rounds)
+def _measured(build: Callable[..., Case], arguments: Sequence[Any], rounds: int, counted: bool) -> Measured:
+    return build(*arguments).measured(rounds, counted=counted)

@@ -179,13 +179,17 @@ class StandInGpu:
         return 1e3 * seconds_on_clock(lambda: x @ x)
 
 
+def version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 @cache
 def versions() -> dict[str, str | None]:
     """The versions that a result depends on."""
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = None
+    triton = version_of("triton")
     found = {"python": sys.version.split()[0], "torch": torch.__version__, "triton": triton}
     return found | {"cuda": torch.version.cuda if torch.cuda.is_available() else None}
 

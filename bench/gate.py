@@ -1,167 +1,116 @@
-"""`python -m bench gate`: has anything become slower, wrong, or gone missing?
+"""`python -m bench gate`: does an op do more than before?
 
-Ratios are compared with the baseline of their device, and kernels as compiled with their budgets.
+What the small set does is counted, and compared with the baseline exactly. Times refuse nothing, unless
+`--times` names two runs.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from bench.baseline import (
-    FLOOR,
-    Baseline,
-    machine,
-    made_of,
-    path_for,
-    read_baseline,
-    shown,
-    this_device,
-    write_baseline,
-)
-from bench.results import BadFile, Results, pooled, read
+from bench.baseline import FILE, UPDATE, baseline_of, read_baseline
+from bench.results import BadFile, Results, read
 from bench.run import NothingRan, run
-from bench.verdict import SLOWED, Finding, findings, hides_a_slowdown, suspects
-from tpkernels.cli import BadUse, add_number, bad_use_if, write_json, written_to
+from bench.verdict import MEANT, Finding, of_counts, of_failures, of_times
+from tpkernels.cli import BadUse, bad_use_if, write_json, written_to
+from tpkernels.extension import ExtensionState, extension
 
 GREEN, REGRESSION = 0, 1
-Again = Callable[[Sequence[str]], Results]  # times cases of these names, once
+KEPT = "TPKERNELS_CACHE_DIR"  # others of our variables change what ops do
 
 
 def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
-    parser.add_argument(
-        "results", nargs="*", type=Path, metavar="RESULTS", help="of `bench run`; else run it"
-    )
-    parser.add_argument("--baseline", type=Path, metavar="FILE", help="else bench/baselines/<device>.json")
-    add_number(parser, "--repeat", "runs of what seems slower, it alone", 5, least=0)
-    parser.add_argument("--skip", choices=("timings", "kernels"), help="leave one half out")
+    parser.add_argument("--baseline", type=Path, default=FILE, metavar="FILE", help=f"counts ({FILE.name})")
+    parser.add_argument("--update", action="store_true", help="make what is counted now the baseline")
+    absent = "no counts for this torch are no failure"
+    parser.add_argument("--allow-no-baseline", action="store_true", help=absent)
+    fell = "count nothing: refuse ratios of NOW that fell since BEFORE, two files of `bench run`"
+    parser.add_argument("--times", type=Path, nargs=2, metavar=("BEFORE", "NOW"), help=fell)
     parser.add_argument("--json", type=written_to, metavar="FILE", help="write what was found into FILE")
-    update = parser.add_argument_group("a new baseline")
-    update.add_argument("--update", action="store_true", help="make these results the baseline")
-    update.add_argument("--floor", type=float, default=FLOOR, help=f"a fall by less is none ({FLOOR})")
-    update.add_argument("--note", default="", help="what else one should know of them")
 
 
 def main(options: Namespace) -> int:
-    if not 0 < options.floor < 1:
-        raise BadUse(f"expected --floor between 0 and 1, got {options.floor}")
-    if options.skip == "timings" and (options.update or options.results):
-        raise BadUse("RESULTS and --update are about timings: leave --skip timings out")
-    if options.update:
-        options.skip = "kernels"  # whose numbers have `python -m tpkernels check --update`
     with bad_use_if(BadFile, NothingRan, OSError):
-        timed = GREEN if options.skip == "timings" else _timings(options)
-    return timed or (GREEN if options.skip == "kernels" else _kernels())
+        if options.times:
+            found = _times(*options.times)
+        elif options.update:
+            found = _update(options.baseline)
+        else:
+            found = _counts(options.baseline, options.allow_no_baseline)
+    write_json(options.json, {"findings": [asdict(finding) for finding in found]})
+    return REGRESSION if any(finding.fails for finding in found) else GREEN
 
 
-def _timings(options: Namespace) -> int:
-    results = pooled([read(path) for path in options.results] or [_fresh(options)])
-    device = results.device if results.infos else this_device()
-    path = options.baseline or path_for(device)
-    if options.update:
-        return _update(results, path, options.floor, options.note)
-    baseline = read_baseline(path, device)
-    repeats = options.repeat if device == this_device() else 0
-    judged = judge(baseline, results, _again, repeats)
-    for line in judged.lines(baseline, path):
-        print(line)
-    found = [asdict(finding) for finding in judged.findings]
-    write_json(options.json, {"baseline": str(path), "findings": found, "repeats": judged.repeats})
-    return REGRESSION if judged.failing else GREEN
+def _times(*paths: Path) -> list[Finding]:
+    before, now = map(read, paths)
+    if before.device != now.device:
+        raise BadFile(
+            f"{paths[0]} is of {before.device!r}, {paths[1]} is of {now.device!r}: ratios of one device say "
+            "nothing of another"
+        )
+    found = list(of_times(before, now))
+    held = f"{len(before.infos)} cases were compared with {paths[0]} by their times"
+    print(*lines(found, meant=False), held, sep="\n")
+    return found
 
 
-def _fresh(options: Namespace) -> Results:
-    """Of this machine, now."""
-    device = this_device()
-    if not options.update:
-        read_baseline(options.baseline or path_for(device), device)  # tells before minutes have passed
-    selection = "smoke" if device == "cpu" else "gpu_set"
-    with tempfile.TemporaryDirectory() as folder:
-        command = f"python -m bench run --{selection.replace('_', '-')}"
-        return run(["bench", "-m", selection], Path(folder, "bench.json"), command=command)
-
-
-def _again(names: Sequence[str]) -> Results:
-    with tempfile.TemporaryDirectory() as folder:
-        return run(names, Path(folder, "bench.json"), command="again", quiet=True)
-
-
-def _update(results: Results, path: Path, floor: float, note: str) -> int:
+def _update(path: Path) -> list[Finding]:
+    results = _counted()
     if results.failures:
         raise BadFile(f"no baseline is made of a run with failures: {', '.join(results.failures)}; mend them")
-    if not results.infos:
-        raise BadFile("no baseline is made of no results")
-    write_baseline(made_of(results, floor, note), path)
-    print(f"{len(results.infos)} cases of {results.device} are the baseline in {shown(path)}: commit it")
-    return GREEN
+    baseline_of(results.counted).write(path)
+    print(f"{len(results.counted)} cases are the baseline in {os.path.relpath(path)}: commit it")
+    return []
 
 
-@dataclass(frozen=True)
-class Judged:
-    """What was found at last, after repetitions."""
-
-    results: Results
-    findings: list[Finding]
-    repeats: int
-
-    @property
-    def failing(self) -> list[Finding]:
-        return [finding for finding in self.findings if finding.fails]
-
-    def lines(self, baseline: Baseline, path: Path) -> list[str]:
-        failing = {finding.case for finding in self.failing}
-        held = len(self.results.infos.keys() & baseline.cases.keys() - failing)
-        hiding = [
-            name
-            for name, was in baseline.cases.items()
-            if name in self.results.infos.keys() - failing
-            and hides_a_slowdown(was, self.results.infos[name], baseline.floor)
-        ]
-        width = max((len(finding.case) for finding in self.findings), default=0)
-        table = [f"{one.kind:<14}  {one.case:<{width}}  {one.text}" for one in self.findings]
-        lines = [*table, f"{held} of {len(baseline.cases)} cases hold against {shown(path)} ({baseline})"]
-        if versions := _other_versions(baseline, self.results):
-            lines.append(f"made with other versions: {versions}; where naive became faster, ratios fall")
-        if self.failing and baseline.made.get("machine") != machine():
-            lines.append(f"the baseline is of another machine: {baseline.made.get('machine')}")
-        if hiding:
-            names = ", ".join(hiding)
-            lines.append(
-                f"{len(hiding)} became faster, and would hide a slow-down of {SLOWED:g}x; --update makes "
-                f"a new baseline: {names}"
-            )
-        if self.repeats:
-            lines.append(f"what seemed slower was timed {self.repeats} more times: medians count")
-        if self.failing:
-            lines.append(f"regressions: {len(self.failing)}; if they are meant: --update")
-        return lines
+def _counts(path: Path, allow_no_baseline: bool) -> list[Finding]:
+    """What the small set does now, against the baseline."""
+    baseline = read_baseline(path) if path.exists() else None
+    shown = os.path.relpath(path)
+    why_not = baseline.why_not() if baseline else f"no counts: {shown} is not there"
+    if why_not and not allow_no_baseline:
+        print(f"{why_not}; make a baseline by `{UPDATE}`, or --allow-no-baseline")
+        return [Finding("missing", shown, why_not)]
+    results = _counted()
+    if baseline is None or why_not:
+        found = list(of_failures(results))
+        held = f"{why_not}: {len(results.counted)} cases ran, and **none was compared**"
+    else:
+        found = list(of_counts(baseline.cases, results))
+        equal = len(results.counted.keys() - {one.case for one in found})
+        held = f"{equal} of {len(baseline.cases)} cases do what {shown} says{baseline.note()}"
+    print(*lines(found), held, sep="\n")
+    return found
 
 
-def judge(baseline: Baseline, results: Results, again: Again, repeats: int) -> Judged:
-    """What seems slower is timed `repeats` times again, it alone; the medians of all runs count."""
-    again_for = suspects(baseline, results) if repeats else []
-    if again_for:
-        results = pooled([results, *(again(again_for) for _ in range(repeats))])
-        infos = {name: info for name, info in results.infos.items() if name not in results.failures}
-        results = replace(results, infos=infos)  # one that went wrong once is wrong
-    return Judged(results, list(findings(baseline, results)), repeats if again_for else 0)
+def _counted() -> Results:
+    if extension().state is not ExtensionState.LOADED:
+        raise BadUse(f"counts are of steps in C++, and the extension is {extension().detail}")
+    with tempfile.TemporaryDirectory() as folder:
+        selection, command = ["bench", "-m", "smoke", "--count"], "python -m bench gate"
+        return run(selection, Path(folder, "bench.json"), command=command, environment=environment())
 
 
-def _other_versions(baseline: Baseline, results: Results) -> str:
-    """torch 2.13.0 is 2.14.0 now"""
-    was = baseline.made.get("versions", {})
-    now = next(iter(results.infos.values()), {}).get("versions", {})
-    return ", ".join(
-        f"{name} {was.get(name)} is {now[name]} now" for name in now if was.get(name) != now[name]
-    )
+def environment() -> Mapping[str, str]:
+    """Ours, without what a CI may have set that changes what is counted."""
+    others = ("TPKERNELS_", "TRITON_", "PYTEST_")
+    kept = {name: text for name, text in os.environ.items() if name == KEPT or not name.startswith(others)}
+    return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # on a GPU others are chosen
 
 
-def _kernels() -> int:
-    """Registers, shared memory, spills and instructions of every kernel, without tolerance."""
-    command = [sys.executable, "-m", "tpkernels", "check", "--skip", "numerics"]
-    return subprocess.run(command, check=False).returncode
+def lines(findings: Sequence[Finding], *, meant: bool = True) -> list[str]:
+    """A line of each finding. meant: whether --update may accept them, if none is a mistake"""
+    width = max((len(one.case) for one in findings), default=0)
+    said = [f"{one.kind:<14}  {one.case:<{width}}  {one.text}" for one in findings]
+    failing = [one for one in findings if one.fails]
+    if failing:
+        meant = meant and all(one.kind in MEANT for one in findings)
+        said.append(f"regressions: {len(failing)}{'; if they are meant: --update' * meant}")
+    elif findings:
+        said.append("better: --update keeps it")
+    return said

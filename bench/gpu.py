@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from bench.baseline import path_for
 from bench.results import BadFile, read, slug
 from bench.stages import GRACE, CannotRun, Command, Stage, run_stages
 from tpkernels.cli import BadUse
 
 ROOT = Path(__file__).parents[1]
+BEFORE = ROOT / "bench" / "results"  # runs on other days, by the names of their devices
 JOBS = 12  # processes at once, where nothing is timed: compiling and importing take one core each
 KERNELS, OTHERS = "kernels", ("ops", "dispatch", "comm")  # rooms of tests
 NO_TESTS = 5  # pytest's exit code for a file that is skipped as a whole
@@ -160,13 +160,11 @@ def long_stages(out: Path, jobs: int) -> list[Stage]:
         return {"run": [*bench, "run", "--gpu-set", "--seconds", "150", "-o", str(results)]}
 
     def gate() -> Mapping[str, Command]:
-        device, report = device_of(results), str(out / "gate.json")
-        if path_for(device).exists():
-            words = ["--skip", "kernels", "--repeat", "2", "--json", report]
-        else:  # the first baseline, to be looked at, and put into bench/baselines
-            words = ["--update", "--baseline", str(out / f"{slug(device)}.json")]
-        page = [*bench, "report", str(results), "-o", str(out / "index.html")]
-        return {"gate": [*bench, "gate", *words, str(results)], "report": page}
+        before = BEFORE / f"{slug(device_of(results))}.json"
+        if not before.exists():
+            raise CannotRun(f"there is no run to compare with: {results} belongs into {before}")
+        words = ("--json", str(out / "gate.json"), "--times", str(before), str(results))
+        return {"gate": [*bench, "gate", *words]}
 
     fine = frozenset({0, NO_TESTS})
     return [

@@ -44,15 +44,17 @@ class Comparison:
         return low, high
 
 
-def interleave(ways: Mapping[str, T], rounds: int, clock: Callable[[T], float]) -> Seconds:
+def interleave(
+    ways: Mapping[str, T], rounds: int, clock: Callable[[T], float], warm_ups: int = WARM_UPS
+) -> Seconds:
     """The order turns, so that none is always first. What the first rounds took is not told: they warm up."""
     seconds: Seconds = {name: [] for name in ways}
     names = list(ways)
-    for round_ in range(WARM_UPS + rounds):
+    for round_ in range(warm_ups + rounds):
         first = round_ % len(names)
         for name in names[first:] + names[:first]:
             seconds[name].append(clock(ways[name]))
-    return {name: taken[WARM_UPS:] for name, taken in seconds.items()}
+    return {name: taken[warm_ups:] for name, taken in seconds.items()}
 
 
 def slowest(by_rank: Sequence[Seconds]) -> Seconds:

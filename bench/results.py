@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.counts import Counts
 from tpkernels.files import parsed
 
 Info = dict[str, Any]  # what is said of a case: docs/benchmarks.md
@@ -28,6 +28,7 @@ class Results:
     infos: Mapping[str, Info]
     failures: Mapping[str, str]  # why a case has no result
     command: str
+    counted: Mapping[str, Counts] = field(default_factory=dict)  # what ours does, where it was counted
 
     @property
     def device(self) -> str:
@@ -50,8 +51,9 @@ def read(path: Path) -> Results:
     report = read_json(path, made_by)
     try:
         infos = {case["fullname"]: case["extra_info"] for case in report["benchmarks"]}
-        failures = report.get("outcomes", {}).get("failures", {})
-        results = Results(infos, failures, report.get("command", "pytest bench"))
+        outcomes = report.get("outcomes", {})
+        failures, counted = outcomes.get("failures", {}), outcomes.get("counted", {})
+        results = Results(infos, failures, report.get("command", "pytest bench"), counted)
         for info in infos.values():
             assert all(info[key] is not None for key in NEEDED)
             assert all(0 < info[key] < math.inf for key in RATIOS)
@@ -60,23 +62,29 @@ def read(path: Path) -> Results:
     return results
 
 
-def pooled(runs: Sequence[Results]) -> Results:
-    """Several runs as one: the medians of each case, and the ratio of each run."""
-    names = dict.fromkeys(name for run in runs for name in run.infos)
-    infos = {name: _pooled([run.infos[name] for run in runs if name in run.infos]) for name in names}
-    failures = {name: why for run in runs for name, why in run.failures.items()}
-    commands = dict.fromkeys(run.command for run in runs)
-    return Results(infos, failures, " and ".join(commands) + (f", {len(runs)} times" if runs[1:] else ""))
-
-
-def _pooled(infos: Sequence[Info]) -> Info:
-    medians = {key: statistics.median(info[key] for info in infos) for key in RATIOS}
-    return infos[-1] | medians | {"ratio_of_runs": [info["ratio"] for info in infos]}
-
-
-def label(info: Info) -> str:
-    """Return what tells a case from others of its op."""
-    return f"{info['shape']} {info['pass']}"
+def for_github_action(results: Results) -> dict[str, list[dict[str, Any]]]:
+    """Return what github-action-benchmark reads, by its names of tools."""
+    ratios = [
+        {
+            "name": name,
+            "unit": f"times as fast as {info['naive']}",
+            "value": info["ratio"],
+            "range": f"{info['ratio_quartile_low']:.2f} to {info['ratio_quartile_high']:.2f}",
+            "extra": f"{duration(info['ours_ms'])} against {duration(info['naive_ms'])}, {info['device']}",
+        }
+        for name, info in results.infos.items()
+    ]
+    counts = [
+        {
+            "name": f"{name}: {kind}",
+            "unit": kind,
+            "value": sum(named.values()),
+            "extra": "\n".join(f"{of}: {count}" for of, count in named.items()),
+        }
+        for name, kinds in results.counted.items()
+        for kind, named in kinds.items()
+    ]
+    return {"customBiggerIsBetter": ratios, "customSmallerIsBetter": counts}
 
 
 def duration(milliseconds: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -73,8 +73,3 @@ GPU_SET = [shape for shape in all_shapes() if shape.tokens == 4096 and shape.ten
 def this_gpu() -> RatedGpu | None:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return next((gpu for gpu in RATED_GPUS.values() if gpu.name == name), None)
-
-
-def sizes_of(shapes: Iterable[Shape]) -> str:
-    """What `python -m tpkernels tune --shapes` takes: tokens x out_features x in_features, each once."""
-    return ",".join(dict.fromkeys(f"{s.tokens}x{s.out_features}x{s.in_features}" for s in shapes))

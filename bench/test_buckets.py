@@ -2,65 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
-import torch
 
-from bench.case import Work, timed_on_ranks
 from bench.cases.buckets import (
-    bytes_on_the_wire,
     construction_case,
     hooks_case,
     list_case,
     step_case,
+    step_over_gloo,
     with_better_ddp,
 )
-from bench.measure import Seconds
+from bench.conftest import Bench
 from tests.ranks import RankPool
 
-Record = Callable[[Work, Seconds], None]
 FORMS = ("ours", "naive", "ddp_views")
 ALL = (*FORMS, "loop")
 
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.smoke), 4])
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with RankPool(request.param) as pool:
-        yield pool
+    if request.param == 2:
+        yield request.getfixturevalue("ranks2")
+    else:
+        with RankPool(request.param) as pool:
+            yield pool
 
 
-def test_small_step(record: Record, ranks: RankPool) -> None:
-    work, seconds = timed_on_ranks(ranks, step_case, "400_small", ALL, rounds=25)
-    record(work, with_better_ddp(seconds))
+def test_small_step(bench: Bench, ranks: RankPool) -> None:
+    measured = bench.on_ranks(ranks, step_case, "400_small", ALL, rounds=25)
+    bench.record(with_better_ddp(measured))
 
 
-def test_list(record: Record, ranks: RankPool) -> None:
-    record(*timed_on_ranks(ranks, list_case, "400_small", rounds=25))
+@pytest.mark.smoke
+@pytest.mark.parametrize("bfloat16", [False, True], ids=["float32", "bfloat16"])
+def test_small_step_over_gloo(bench: Bench, ranks2: RankPool, bfloat16: bool) -> None:
+    measured = bench.on_ranks(ranks2, step_over_gloo, "400_small", bfloat16, rounds=25)
+    bench.record(with_better_ddp(measured))
 
 
-def test_construction(record: Record, ranks: RankPool) -> None:
-    work, seconds = timed_on_ranks(ranks, construction_case, "400_small", FORMS, rounds=20)
-    record(work, with_better_ddp(seconds))
+def test_list(bench: Bench, ranks: RankPool) -> None:
+    bench.record(bench.on_ranks(ranks, list_case, "400_small", rounds=25))
 
 
-def test_hooks(record: Record, ranks: RankPool) -> None:
-    record(*timed_on_ranks(ranks, hooks_case, rounds=31))
+def test_construction(bench: Bench, ranks: RankPool) -> None:
+    measured = bench.on_ranks(ranks, construction_case, "400_small", FORMS, rounds=20)
+    bench.record(with_better_ddp(measured))
+
+
+def test_hooks(bench: Bench, ranks: RankPool) -> None:
+    bench.record(bench.on_ranks(ranks, hooks_case, rounds=31))
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_large_step(record: Record, world: int) -> None:
+def test_large_step(bench: Bench, world: int) -> None:
     names = ALL if world == 2 else ("ours", "naive")  # four ranks with all ways would need 20 GB
     with RankPool(world) as pool:
         rounds = 30 // world
-        work, seconds = timed_on_ranks(pool, step_case, "gpt2_small", names, rounds=rounds, timeout=500)
-        record(work, with_better_ddp(seconds))
-
-
-@pytest.mark.parametrize("list_name", ["gpt2_small", "400_small"])
-@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_bytes(ranks2: RankPool, list_name: str, wire_dtype: torch.dtype | None) -> None:
-    """Not timed: alignment adds little to what travels."""
-    sent, gradients, collectives = ranks2.run(bytes_on_the_wire, list_name, wire_dtype, timeout=100)[0]
-    print(f"\n{list_name}, {wire_dtype}: {sent} bytes in {collectives} collectives, gradients {gradients}")
-    assert sent <= 1.02 * gradients * (wire_dtype or torch.float32).itemsize / 4
+        measured = bench.on_ranks(pool, step_case, "gpt2_small", names, rounds=rounds, timeout=500)
+        bench.record(with_better_ddp(measured))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+import torch
+from torch import Tensor
 
-from bench.case import Work
-from bench.measure import Seconds, interleave, seconds_of_processor
-from tpkernels.groups.plan import KINDS, plan_groups
+from bench.case import Case, Work
+from bench.conftest import Bench
+from tpkernels.groups.kinds import GroupKind
+from tpkernels.groups.plan import plan_groups
 
 WORLD, TENSOR, PIPELINE, RANK = 131_072, 8, 16, 77_777
 
@@ -31,27 +34,28 @@ def loop_groups(world_size: int, tensor: int, pipeline: int) -> Iterator[tuple[s
         yield "position_embedding", ranks[:1]
 
 
-def plan_one_rank() -> list[tuple[int, ...]]:
+LOOPED: tuple[GroupKind, ...] = ("dp", "model", "tp", "pp", "embedding", "position_embedding")
+
+
+def plan_one_rank() -> list[Tensor]:
     plan = plan_groups(world_size=WORLD, tensor=TENSOR, pipeline=PIPELINE)
-    return [plan.group_of(RANK, kind) for kind in KINDS if plan.is_member(RANK, kind)]
+    return [torch.tensor(plan.group_of(RANK, kind)) for kind in LOOPED if plan.is_member(RANK, kind)]
 
 
-def list_every_group() -> list[list[int]]:
-    return [ranks for _, ranks in loop_groups(WORLD, TENSOR, PIPELINE) if RANK in ranks]
+def list_every_group() -> list[Tensor]:
+    groups = {kind: ranks for kind, ranks in loop_groups(WORLD, TENSOR, PIPELINE) if RANK in ranks}
+    return [torch.tensor(groups[kind]) for kind in LOOPED if kind in groups]
 
 
 @pytest.mark.smoke
-def test_plan_of_a_huge_world(record: Callable[[Work, Seconds], None]) -> None:
-    found = {tuple(ranks) for ranks in list_every_group()}
-    assert found <= set(plan_one_rank())  # right before quick
-    ways = {"ours": plan_one_rank, "naive": list_every_group}
+def test_plan_of_a_huge_world(bench: Bench) -> None:
+    """One process plans, for all ranks."""
     work = Work(
         op="groups",
         shape=f"tp{TENSOR}-pp{PIPELINE}-world{WORLD}",
         pass_="plan",
         naive="loops over every group",
-        world=WORLD,
         wire_bytes=None,
         backend="gloo",
     )
-    record(work, interleave(ways, 11, seconds_of_processor(1)))
+    bench.case(Case(work, {"ours": plan_one_rank, "naive": list_every_group}), 11)

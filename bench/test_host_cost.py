@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from bench.case import Case, Work
 from bench.cases.host_cost import PASSES, ways
-from bench.measure import Seconds
+from bench.conftest import Bench
 
 PROMISED = dict(zip(PASSES, (1 / 2, 1 / 1.3, 1 / 2), strict=True))
 
@@ -17,8 +15,8 @@ PROMISED = dict(zip(PASSES, (1 / 2, 1 / 1.3, 1 / 2), strict=True))
 @pytest.mark.smoke
 @pytest.mark.gpu_set
 @pytest.mark.parametrize("pass_", PASSES)
-def test_host_cost(record: Callable[[Work, Seconds], None], pass_: str) -> None:
+def test_host_cost(bench: Bench, pass_: str) -> None:
     promised = round(PROMISED[pass_], 3)
     case = Case(Work("host_cost", "4x16x16", pass_, "F.linear", least_ratio=promised), ways(pass_, "cpu"))
     with torch.set_grad_enabled(pass_ != "inference"):
-        record(case.work, case.time(101))
+        bench.case(case, 101)

@@ -6,15 +6,12 @@ that the harness works, and nothing about speed on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from bench.case import Work
 from bench.cases import rivals, scaled
 from bench.cases.linear import case_of, passes_of
-from bench.measure import Seconds
+from bench.conftest import Bench
 from bench.shapes import GPU_SET, SMOKE, Shape, all_shapes, shapes_of
 
 ON_GPU = torch.cuda.is_available()
@@ -46,10 +43,9 @@ SCALED = [
 
 @pytest.mark.skipif(not ON_GPU, reason="on a CPU torch computes what fp8 would, at no speed of its own")
 @pytest.mark.parametrize(("shape", "pass_"), SCALED)
-def test_linear_in_fp8(record: Callable[[Work, Seconds], None], shape: Shape, pass_: str) -> None:
+def test_linear_in_fp8(bench: Bench, shape: Shape, pass_: str) -> None:
     torch.manual_seed(0)
-    case = scaled.case_of(shape, pass_, DTYPE, DEVICE)
-    record(case.work, case.time(ROUNDS))
+    bench.case(scaled.case_of(shape, pass_, DTYPE, DEVICE), ROUNDS)
 
 
 RIVALS = [
@@ -61,14 +57,12 @@ RIVALS = [
 
 @pytest.mark.skipif(not ON_GPU, reason="on a CPU kernels are interpreted, at no speed of their own")
 @pytest.mark.parametrize("shape", RIVALS)
-def test_fused_kernel(record: Callable[[Work, Seconds], None], shape: Shape) -> None:
+def test_fused_kernel(bench: Bench, shape: Shape) -> None:
     torch.manual_seed(0)
-    case = rivals.case_of(shape, DTYPE, DEVICE)
-    record(case.work, case.time(ROUNDS))
+    bench.case(rivals.case_of(shape, DTYPE, DEVICE), ROUNDS)
 
 
 @pytest.mark.parametrize(("shape", "pass_"), CASES)
-def test_linear(record: Callable[[Work, Seconds], None], shape: Shape, pass_: str) -> None:
+def test_linear(bench: Bench, shape: Shape, pass_: str) -> None:
     torch.manual_seed(0)
-    case = case_of(shape, pass_, DTYPE, DEVICE)
-    record(case.work, case.time(ROUNDS))
+    bench.case(case_of(shape, pass_, DTYPE, DEVICE), ROUNDS)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from bench.case import Work
 from bench.cases.local import Local
-from bench.measure import Seconds
+from bench.conftest import Bench
 
 ON_GPU = torch.cuda.is_available()
 LOCAL = Local(torch.bfloat16 if ON_GPU else torch.float32, "cuda" if ON_GPU else "cpu")
@@ -21,7 +18,6 @@ ROUNDS = 21
 @pytest.mark.gpu_set
 @pytest.mark.parametrize(("tokens", "features"), SIZES)
 @pytest.mark.parametrize("build", ["rms_norm", "layer_norm"])
-def test_norm(record: Callable[[Work, Seconds], None], build: str, tokens: int, features: int) -> None:
+def test_norm(bench: Bench, build: str, tokens: int, features: int) -> None:
     torch.manual_seed(0)
-    case = getattr(LOCAL, build)(tokens, features)
-    record(case.work, case.time(ROUNDS))
+    bench.case(getattr(LOCAL, build)(tokens, features), ROUNDS)

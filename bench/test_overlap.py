@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from bench.case import Work
+from bench.case import Measured
 from bench.cases import bucket_overlap
 from bench.cases.linear_overlap import listed, measure
-from bench.measure import Seconds
+from bench.conftest import Bench
 from bench.slow_link import SlowLink, why_not
-
-Record = Callable[[Work, Seconds], None]
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +23,10 @@ def link() -> Iterator[SlowLink]:
 
 
 @pytest.mark.parametrize("megabits", [200, 400, 800])
-def test_gradient_buckets(link: SlowLink, record: Record, megabits: float) -> None:
+def test_gradient_buckets(link: SlowLink, bench: Bench, megabits: float) -> None:
     work, seconds = link.run(bucket_overlap.measure, megabits, timeout=300)[0]
     print(f"\n{work}: {bucket_overlap.listed(seconds)}; load {os.getloadavg()[0]:.1f}")
-    record(work, seconds)
+    bench.record(Measured(work, seconds))
 
 
 @pytest.mark.parametrize("megabits", [100, 150, 200, 300])
@@ -37,7 +35,7 @@ def test_gradient_buckets(link: SlowLink, record: Record, megabits: float) -> No
     ["column forward", "row forward", "column backward", "row backward"],
     ids=lambda c: c.replace(" ", "_"),
 )
-def test_linear(link: SlowLink, record: Record, case: str, megabits: float) -> None:
+def test_linear(link: SlowLink, bench: Bench, case: str, megabits: float) -> None:
     work, seconds = link.run(measure, case, megabits, timeout=300)[0]
     print(f"\n{case}: {listed(seconds)}")
-    record(work, seconds)
+    bench.record(Measured(work, seconds))

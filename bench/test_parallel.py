@@ -6,20 +6,15 @@ A loopback link is quick: what shows here is what overlapping costs. What it hid
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from bench.case import Work, timed_on_ranks
 from bench.cases.parallel import CASES, case_of
-from bench.measure import Seconds
+from bench.conftest import Bench
 from tests.ranks import RankPool
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence_parallel", "plain"])
 @pytest.mark.parametrize("name", CASES)
-def test_parallel(
-    record: Callable[[Work, Seconds], None], ranks2: RankPool, name: str, sequence_parallel: bool
-) -> None:
-    record(*timed_on_ranks(ranks2, case_of, name, sequence_parallel, rounds=31))
+def test_parallel(bench: Bench, ranks2: RankPool, name: str, sequence_parallel: bool) -> None:
+    bench.record(bench.on_ranks(ranks2, case_of, name, sequence_parallel, rounds=31))

@@ -5,16 +5,15 @@ On a GPU Llama-3 8B's sizes, whole and an eighth of them; on a CPU small ones, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from bench.case import Work
 from bench.cases.local import Local
-from bench.measure import Seconds
+from bench.conftest import Bench
 
 ON_GPU = torch.cuda.is_available()
 LOCAL = Local(torch.bfloat16 if ON_GPU else torch.float32, "cuda" if ON_GPU else "cpu")
@@ -39,13 +38,6 @@ def group() -> Iterator[ProcessGroup]:
     [*(pytest.param(*sizes, marks=pytest.mark.smoke, id=str(sizes[1])) for sizes in SMOKE), *LARGER],
 )
 @pytest.mark.parametrize("build", ["embedding", "loss", "head"])
-def test_vocabulary(
-    record: Callable[[Work, Seconds], None],
-    group: ProcessGroup,
-    build: str,
-    tokens: int,
-    columns: int,
-) -> None:
+def test_vocabulary(bench: Bench, group: ProcessGroup, build: str, tokens: int, columns: int) -> None:
     torch.manual_seed(0)
-    case = getattr(LOCAL, build)(group, tokens, FEATURES, columns)
-    record(case.work, case.time(ROUNDS))
+    bench.case(getattr(LOCAL, build)(group, tokens, FEATURES, columns), ROUNDS)

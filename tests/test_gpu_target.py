@@ -19,7 +19,7 @@ from bench.__main__ import main as bench
 from bench.gpu import long_stages, plan
 from bench.measured import HEADING, NOTHING
 from bench.measured import PAGE as MEASURED
-from bench.results import NEEDED, RATIOS, slug
+from bench.results import NEEDED, RATIOS
 from bench.stages import (
     GRACE,
     PROCESS,
@@ -150,17 +150,27 @@ def test_sanitizer_is_left_out_in_words_where_there_is_none(monkeypatch):
     assert all(f"{file}::" in chosen for file in gpu.SANITIZED), chosen
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_gate_compares_with_a_baseline_or_proposes_the_first(tmp_path, monkeypatch, known):
-    device = "NVIDIA Imaginary"
-    info = {key: 1.0 for key in (*NEEDED, *RATIOS)} | {"device": device}
+@pytest.fixture
+def gate(tmp_path, monkeypatch):
+    """The stage, of results in a folder; runs of other days are in the folder `before`."""
+    info = {key: 1.0 for key in (*NEEDED, *RATIOS)} | {"device": "NVIDIA Imaginary"}
     case = {"fullname": "a", "extra_info": info}
     (tmp_path / "bench.json").write_text(json.dumps({"benchmarks": [case]}))
-    monkeypatch.setattr(gpu, "path_for", lambda device: ROOT if known else tmp_path / "absent.json")
-    (gate,) = (stage for stage in long_stages(tmp_path, 8) if stage.name == "gate")
-    command = gate.commands()["gate"]
-    assert command[-1] == str(tmp_path / "bench.json")
-    assert ("--update" in command, f"{slug(device)}.json" in str(command)) == (not known, not known)
+    monkeypatch.setattr(gpu, "BEFORE", tmp_path / "before")
+    (stage,) = (stage for stage in long_stages(tmp_path, 8) if stage.name == "gate")
+    return stage
+
+
+def test_gate_compares_with_a_run_on_another_day(gate, tmp_path):
+    before = tmp_path / "before" / "nvidia-imaginary.json"
+    before.parent.mkdir()
+    before.touch()
+    assert gate.commands()["gate"][-3:] == ["--times", str(before), str(tmp_path / "bench.json")]
+
+
+def test_gate_says_where_the_first_run_belongs(gate):
+    with pytest.raises(CannotRun, match=r"bench.json belongs into .*before/nvidia-imaginary.json"):
+        gate.commands()
 
 
 def test_gate_waits_for_results(tmp_path):

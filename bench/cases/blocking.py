@@ -9,6 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 def all_gather(x_shard: Tensor) -> Tensor:
     x = x_shard.new_empty(x_shard.shape[0] * dist.get_world_size(), *x_shard.shape[1:])
     dist.all_gather_into_tensor(x, x_shard)

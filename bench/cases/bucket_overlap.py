@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.case import Case, Work
+from bench.cases.blocking import world
 from bench.cases.linear_overlap import low, seconds_of_slowest
 from bench.measure import Seconds, Way, interleave
 from bench.slow_link import throttle
@@ -86,8 +87,7 @@ class _Backward:
     """Buckets of one model; the first and the last may hold `smallest` bytes."""
 
     def __init__(self, smallest: int) -> None:
-        group = dist.group.WORLD
-        assert group is not None
+        group = world()
         torch.manual_seed(0)
         layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
         for layer in layers:

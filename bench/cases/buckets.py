@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from datetime import timedelta
+from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.case import Case, Work
-from bench.measure import Seconds
+from bench.case import Case, Measured, Work
+from bench.cases.blocking import world
 from tpkernels import GradientBuckets, bucketed_all_reduce_
+from tpkernels.comm.transports import select
 
 Step = Callable[[], Sequence[Tensor]]
 Shapes = list[tuple[int, ...]]
@@ -40,12 +42,6 @@ LISTS: dict[str, Callable[[], Shapes]] = {
 }
 
 
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
 class UsesAll(nn.Module):
     """A loss that every parameter has a part in, with as little arithmetic as can be."""
 
@@ -69,9 +65,9 @@ def own_input(group: dist.ProcessGroup) -> Tensor:
     return torch.full((1,), 1.0 + group.rank())
 
 
-def with_buckets(shapes: Shapes, group: dist.ProcessGroup) -> Step:
+def with_buckets(shapes: Shapes, group: dist.ProcessGroup, wire_dtype: torch.dtype | None = None) -> Step:
     module = UsesAll(shapes)
-    buckets = GradientBuckets(module, group)
+    buckets = GradientBuckets(module, group, wire_dtype=wire_dtype)
 
     def step() -> Sequence[Tensor]:
         buckets.zero()
@@ -161,17 +157,27 @@ def step_case(list_name: str, names: Sequence[str]) -> Case:
     )
 
 
+def step_over_gloo(list_name: str, bfloat16: bool) -> Case:
+    """As between machines: all bytes travel in collectives."""
+    with patch.object(select, "requested_transport", "c10d"):
+        case = step_case(list_name, ["naive", "ddp_views"])
+        ours = with_buckets(LISTS[list_name](), world(), torch.bfloat16 if bfloat16 else None)
+    work = replace(case.work, shape=f"{case.work.shape}-gloo{'-bfloat16' * bfloat16}")
+    return Case(work, {"ours": ours, **case.ways}, tolerance=1e-2 if bfloat16 else None)
+
+
 def low(seconds: Sequence[float]) -> float:
     """A tenth of the rounds took less: what neighbours on the machine disturbed least."""
     return sorted(seconds)[len(seconds) // 10]
 
 
-def with_better_ddp(seconds: Seconds) -> Seconds:
+def with_better_ddp(measured: Measured) -> Measured:
     """The naive way is DDP in the form that takes less, gradients copied or views of its buckets."""
+    seconds = measured.seconds
     forms = {"ddp_copies": seconds["naive"]}
     if "ddp_views" in seconds:
         forms["ddp_views"] = seconds["ddp_views"]
-    return {**seconds, **forms, "naive": min(forms.values(), key=low)}
+    return measured._replace(seconds={**seconds, **forms, "naive": min(forms.values(), key=low)})
 
 
 def list_case(list_name: str) -> Case:
@@ -237,12 +243,3 @@ def hooks_case() -> Case:
         reduced("gradient_buckets", "400_small", "accumulation", "no hooks"),
         {"ours": accumulating(hooks=True), "naive": accumulating(hooks=False)},
     )
-
-
-def bytes_on_the_wire(list_name: str, wire_dtype: torch.dtype | None) -> tuple[int, int, int]:
-    """What each rank brings to the collectives of a step, the size of the gradients, how many collectives."""
-    module = UsesAll(LISTS[list_name]())
-    buckets = GradientBuckets(module, world(), wire_dtype=wire_dtype, timeout=timedelta(seconds=60))
-    sent = sum(bucket.numel() * (wire_dtype or bucket.dtype).itemsize for bucket in buckets.buckets)
-    gradients = sum(parameter.nbytes for parameter in module.parameters())
-    return sent, gradients, len(buckets.buckets)

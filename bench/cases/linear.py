@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.case import Case, Work
+from bench.cases.local import Local
 from bench.shapes import Shape
 from tpkernels import ops
 from tpkernels.dispatch import primitives, products
@@ -26,6 +28,9 @@ def passes_of(shape: Shape) -> list[str]:
 
 
 def case_of(shape: Shape, pass_: str, dtype: torch.dtype, device: str) -> Case:
+    if pass_ == "mlp":
+        return _mlp(shape, dtype, device)
+
     def normal(rows: int, cols: int) -> Tensor:
         matrix: Tensor = torch.randn(rows, cols, device=device).to(dtype) / cols**0.5
         return matrix
@@ -35,7 +40,6 @@ def case_of(shape: Shape, pass_: str, dtype: torch.dtype, device: str) -> Case:
         "dgrad": _dgrad,
         "wgrad": _wgrad,
         "wgrad_add": _wgrad_add,
-        "mlp": _mlp,
         "dgrad_act": _dgrad_act,
     }[pass_]
     return build(shape, normal, partial(Work, shape=str(shape), dtype=dtype, device=device))
@@ -140,44 +144,14 @@ def _dgrad_act(shape: Shape, normal: Operands, describe: Describe) -> Case:
     )
 
 
-def _mlp(shape: Shape, normal: Operands, describe: Describe) -> Case:
+def _mlp(shape: Shape, dtype: torch.dtype, device: str) -> Case:
     """All gradients."""
     t, ffn, hidden = shape.tokens, shape.out_features, shape.in_features
-    x, w_up, w_down, dy = normal(t, hidden), normal(ffn, hidden), normal(hidden, ffn), normal(t, hidden)
-    leaves = [x, w_up, w_down]
-    gated = shape.model.gated
-    w_gate = normal(ffn, hidden) if gated else None
-    if w_gate is not None:
-        leaves.append(w_gate)
-    for leaf in leaves:
-        leaf.requires_grad_()
-
-    def ours() -> Tensor:
-        return ops.mlp(x, w_up, None, w_down, None, w_gate=w_gate)
-
-    def naive() -> Tensor:
-        up = F.linear(x, w_up)
-        h = F.gelu(up, approximate="tanh") if w_gate is None else F.silu(F.linear(x, w_gate)) * up
-        return F.linear(h, w_down)
-
-    def with_gradients(forward: Callable[[], Tensor]) -> Callable[[], tuple[Tensor, ...]]:
-        return lambda: torch.autograd.grad(forward(), leaves, dy)
-
-    products = 3 * (3 if gated else 2)
-    return Case(
-        describe(
-            op="mlp",
-            pass_="forward_backward",
-            naive="F.linear and eager activation",
-            flops=products * shape.flops,
-            bytes=dtype_bytes(x, products * (t * hidden + t * ffn + ffn * hidden)),
-        ),
-        {
-            "ours": with_gradients(ours),
-            "naive": with_gradients(naive),
-            "compiled": with_gradients(torch.compile(naive)),
-        },
-    )
+    build, products = Local(dtype, device, compiles=True), 3 * (3 if shape.model.gated else 2)
+    case = (build.gated_mlp if shape.model.gated else build.mlp)(t, hidden, ffn)
+    traffic = products * dtype.itemsize * (t * hidden + t * ffn + ffn * hidden)
+    work = replace(case.work, op="mlp", shape=str(shape), flops=products * shape.flops, bytes=traffic)
+    return replace(case, work=work)
 
 
 def dtype_bytes(tensor: Tensor, elements: int) -> int:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.case import Case, Computation, Work
+from bench.cases.blocking import world
 from bench.measure import Seconds, Way, interleave
 from bench.slow_link import throttle
 from tpkernels.comm.tensor_parallel import TensorParallel
@@ -59,8 +60,7 @@ def measure(case: str, megabits: float, rounds: int = ROUNDS) -> tuple[Work, Sec
 
 def _ways(case: str) -> tuple[dict[str, tuple[Way, Computation]], int]:
     """Each way with what is done before it without being timed, and the bytes that a rank sends."""
-    group = dist.group.WORLD
-    assert group is not None
+    group = world()
     tp = TensorParallel(group, sequence_parallel=True)
     torch.manual_seed(0)
     kind, direction = case.split()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.case import Case, Work
-from bench.cases.blocking import copied, entered, left
+from bench.cases.blocking import copied, entered, left, world
 from tpkernels import ops
 
 TOKENS, HIDDEN, FFN = 512, 256, 1024
@@ -23,7 +23,8 @@ Function = Callable[..., Tensor]
 
 
 def column(sequence_parallel: bool) -> Case:
-    group, ranks = world()
+    group = world()
+    ranks = group.size()
     x = tokens_entering(sequence_parallel, ranks)
     weight, bias = normal(FFN // ranks, HIDDEN), normal(1, FFN // ranks)[0]
     return case(
@@ -40,7 +41,8 @@ def column(sequence_parallel: bool) -> Case:
 
 
 def row(sequence_parallel: bool) -> Case:
-    group, ranks = world()
+    group = world()
+    ranks = group.size()
     x_shard, weight = normal(TOKENS, FFN // ranks), normal(HIDDEN, FFN // ranks)
     bias = normal(1, HIDDEN, replicated=True)[0]
     return case(
@@ -58,7 +60,8 @@ def row(sequence_parallel: bool) -> Case:
 
 
 def mlp(sequence_parallel: bool) -> Case:
-    group, ranks = world()
+    group = world()
+    ranks = group.size()
     x = tokens_entering(sequence_parallel, ranks)
     w_up, w_down = normal(FFN // ranks, HIDDEN), normal(HIDDEN, FFN // ranks)
 
@@ -128,12 +131,6 @@ def case(
             "sequential": way(partial(ours, False)),
         },
     )
-
-
-def world() -> tuple[dist.ProcessGroup, int]:
-    group = dist.group.WORLD
-    assert group is not None
-    return group, group.size()
 
 
 def tokens_entering(sequence_parallel: bool, ranks: int) -> Tensor:

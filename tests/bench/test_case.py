@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench import record
-from bench.baseline import path_for, read_baseline
-from bench.case import Case, Work, timed_on_ranks
+from bench.baseline import FILE, read_baseline
+from bench.case import Case, Measured, Work, measured_on_ranks
 from bench.cases import rivals
 from bench.cases.bucket_overlap import efficiency, listed
 from bench.cases.buckets import low, with_better_ddp
@@ -93,11 +93,11 @@ def late_on_rank_1(wrong_rank: int) -> Case:
 
 
 def test_ranks_check_and_time_and_the_slowest_counts(ranks2):
-    work, seconds = timed_on_ranks(ranks2, late_on_rank_1, -1, rounds=3)
+    work, seconds, _ = measured_on_ranks(ranks2, late_on_rank_1, -1, rounds=3)
     assert work.world == 2
     assert min(seconds["ours"]) >= 0.03
     with pytest.raises(RuntimeError, match="rank 1: AssertionError: sum 3 forward: result 0 of ours is off"):
-        timed_on_ranks(ranks2, late_on_rank_1, 1, rounds=3)
+        measured_on_ranks(ranks2, late_on_rank_1, 1, rounds=3)
 
 
 SECONDS = {"ours": [1.0, 2.0, 4.0], "naive": [2.0, 2.0, 2.0], "compiled": [3.0, 6.0, 12.0]}
@@ -137,7 +137,7 @@ def test_page_explains_each_key():
 def test_small_set_is_that_of_the_committed_baseline():
     run = ran("-m", "pytest", "bench", "-m", "smoke", "--collect-only", "-q", cwd=ROOT)
     collected = {line for line in run.stdout.splitlines() if "::" in line}
-    assert collected == set(read_baseline(path_for("cpu"), "cpu").cases), run.stdout + run.stderr
+    assert collected == set(read_baseline(FILE).cases), run.stdout + run.stderr
 
 
 def test_efficiency_is_of_what_could_be_hidden_and_a_control_hides_nothing():
@@ -158,6 +158,10 @@ def test_efficiency_is_of_what_could_be_hidden_and_a_control_hides_nothing():
 ROUNDS = 20
 
 
+def better(seconds):
+    return with_better_ddp(Measured(WORK, seconds)).seconds
+
+
 def seconds(**milliseconds):
     """Rounds of which a tenth take less than this, and the others much more."""
     return {
@@ -169,11 +173,11 @@ def test_hidden_and_floor_are_told_of_the_fastest_tenth():
     assert low([float(round_) for round_ in reversed(range(30))]) == 3.0
     assert low([5.0]) == 5.0
     for copies, views in ((30, 20), (20, 30)):
-        told = with_better_ddp(seconds(ours=10, naive=copies, ddp_views=views))
+        told = better(seconds(ours=10, naive=copies, ddp_views=views))
         assert low(told["naive"]) == 20e-3
         assert low(told["ddp_copies"]) == 1e-3 * copies
         assert low(told["ddp_views"]) == 1e-3 * views
-    assert low(with_better_ddp(seconds(ours=10, naive=30))["naive"]) == 30e-3
+    assert low(better(seconds(ours=10, naive=30))["naive"]) == 30e-3
     told = seconds(naive=200, ours=110, alike=120, floor=100, products=90, transfers=95)
     assert efficiency(told, "ours") == pytest.approx(0.9)
     assert listed(told).startswith("ours: efficiency 0.900; alike: efficiency 0.800; ms, ")

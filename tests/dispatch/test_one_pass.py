@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.counts import Operators
 from tests.dispatch.conftest import FakeTimer, call, need_interpreter, timed
 from tests.dispatch.test_candidates import names
 from tests.kernels.checks import assert_written, rows_for
-from tests.ops.test_bytes_moved import BytesMoved
 from tpkernels.dispatch import one_pass
 from tpkernels.dispatch.candidates import TARGET_GPUS, candidates, tune_key
 from tpkernels.dispatch.checking import scratch_like
@@ -142,7 +142,7 @@ def is_between(tensor):
 
 def launches_and_passes(run, arguments):
     """How many kernels a way starts, and how often these read or write a matrix between two products."""
-    moved = BytesMoved(is_between)
+    moved = Operators(is_between)
     with torch.no_grad(), launch.recording(H100) as ours, Launches() as torchs, moved:
         run(*arguments)
     by_ours = [
@@ -152,7 +152,7 @@ def launches_and_passes(run, arguments):
         if not any(name in names and not one.constants.get(flag, True) for flag, names in UNTOUCHED.items())
     ]
     matrices = [each for each in by_ours if isinstance(each, torch.Tensor) and is_between(each)]
-    passes = (moved.by_call.total() + sum(each.nbytes for each in matrices)) / (2 * TOKENS * BETWEEN)
+    passes = (moved.moved.total() + sum(each.nbytes for each in matrices)) / (2 * TOKENS * BETWEEN)
     return f"{torchs.of_torch.total() + len(ours)}, {passes:g}"
 
 

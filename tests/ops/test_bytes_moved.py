@@ -5,17 +5,15 @@ A pass reads or writes all tokens of one matrix between the two products of an M
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.counts import Operators
 from tests.on_ranks import on_ranks
 from tests.ops.parallel_cases import Setting, leaf, prepare
 from tpkernels import ops
@@ -24,50 +22,6 @@ from tpkernels.dispatch.record import copied_into
 from tpkernels.ops.matmul import gradient_sum
 from tpkernels.ops.tensor_parallel.column_linear import column_linear
 from tpkernels.ops.tensor_parallel.parallel_mlp import parallel_mlp
-
-ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-OVERWRITES = {"copy_", "zero_", "fill_"}  # what they change in place they do not read
-
-
-class BytesMoved(TorchDispatchMode):
-    """`by_call`: name of an aten call -> bytes that it reads and writes of the tensors that count."""
-
-    def __init__(self, counts: Callable[[Tensor], bool]) -> None:
-        super().__init__()
-        self._counts = counts
-        self.by_call: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        name = func._schema.name.removeprefix("aten::")
-        if name in ALLOCATES or func.is_view:
-            return result
-        moved, changed = 0, []
-        for i, argument in enumerate(func._schema.arguments):
-            value = kwargs.get(argument.name, args[i] if i < len(args) else None)
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written:
-                changed.append(value)
-            if not (written and (argument.kwarg_only or name in OVERWRITES)):
-                moved += self._bytes(value)
-        # what was changed is a result, too
-        results = result if isinstance(result, tuple | list) else [result]
-        fresh = [r for r in results if not any(r is tensor for tensor in changed)]
-        self.by_call[name] += moved + self._bytes([*changed, *fresh])
-        return result
-
-    def _bytes(self, value: Any) -> int:
-        if isinstance(value, tuple | list):
-            return sum(self._bytes(each) for each in value)
-        counted = isinstance(value, Tensor) and self._counts(value)
-        return value.numel() * value.element_size() if counted else 0
 
 
 def between(features: int, *sides: int) -> Callable[[Tensor], bool]:
@@ -86,9 +40,15 @@ TOKENS, IN, BETWEEN, OUT = 64, 100, 24, 104  # no chunk has as many rows as weig
 Passes = dict[str, float]  # by call: how often all rows are read or written
 
 
-def _passes(counted: BytesMoved, features: int) -> Passes:
+def _passes(counted: Operators, features: int) -> Passes:
     """Of matrices (TOKENS, features) in fp32."""
-    return {name: moved / (TOKENS * features * 4) for name, moved in counted.by_call.items() if moved}
+    return passes_over(counted, TOKENS * features)
+
+
+def passes_over(counted: Operators, elements: int) -> Passes:
+    """How often so many elements of fp32 are read or written, by call."""
+    moved = counted.moved.items()
+    return {name.removeprefix("aten::"): size / (4 * elements) for name, size in moved if size}
 
 
 def mlp(setting: Setting) -> tuple[Passes, Passes]:
@@ -99,7 +59,7 @@ def mlp(setting: Setting) -> tuple[Passes, Passes]:
     x = leaf(torch.randn(TOKENS // ranks if setting.sequence_parallel else TOKENS, IN))
     up, gate, down = (leaf(torch.randn(*shape)) for shape in ((features, IN),) * 2 + ((OUT, features),))
     bias = None if gated else leaf(torch.randn(features))
-    forward, backward = (BytesMoved(between(features, IN, OUT)) for _ in range(2))
+    forward, backward = (Operators(between(features, IN, OUT)) for _ in range(2))
     with forward:
         y = parallel_mlp(
             *(x, up, bias, down, None, dist.group.WORLD),
@@ -122,7 +82,7 @@ def test_column_linear_copies_nothing(overlap):
         prepare(Setting())
         x, weight = leaf(torch.randn(TOKENS // 2, IN)), leaf(torch.randn(features, IN))
         options = {"activation": activation, "sequence_parallel": True, "overlap": overlap}
-        with BytesMoved(between(features, IN)) as counted:
+        with Operators(between(features, IN)) as counted:
             column_linear(x, weight, None, dist.group.WORLD, **options)
         assert _passes(counted, features) == expected
 
@@ -184,10 +144,9 @@ def test_dx_of_a_gated_unit_is_written_and_added_to_once():
     """(tokens, in_features): dx by one product, to which the other is added, and x for two weights."""
     x, gate, up = (torch.randn(rows, 100, requires_grad=True) for rows in (64, 24, 24))
     y = ops.swiglu(x, gate, up)
-    with BytesMoved(lambda tensor: tensor.shape == x.shape) as counted:
+    with Operators(lambda tensor: tensor.shape == x.shape) as counted:
         torch.autograd.grad(y, [x, gate, up], torch.randn_like(y))
-    passes = {name: moved / (x.numel() * 4) for name, moved in counted.by_call.items() if moved}
-    assert passes == {"mm": 1 + 2, "addmm_": 2}
+    assert passes_over(counted, x.numel()) == {"mm": 1 + 2, "addmm_": 2}
 
 
 @pytest.mark.parametrize(
@@ -201,9 +160,8 @@ def test_dx_of_a_gated_unit_is_written_and_added_to_once():
 )
 def test_dx_of_weights_that_share_x_is_summed_two_products_at_a_time(weights, expected):
     pairs = [(torch.randn(64, rows), torch.randn(rows, 100)) for rows in (24, 8, 8, 16)[:weights]]
-    with BytesMoved(lambda tensor: tensor.shape == (64, 100)) as counted:
+    with Operators(lambda tensor: tensor.shape == (64, 100)) as counted:
         total = gradient_sum(pairs)
-    passes = {name: moved / (total.numel() * 4) for name, moved in counted.by_call.items() if moved}
-    assert passes == expected
+    assert passes_over(counted, total.numel()) == expected
     exact = sum(dz.double() @ weight.double() for dz, weight in pairs)
     torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=1e-4)

@@ -5,27 +5,23 @@ Two ranks over gloo, few rows, sequence-parallel, in the steady state. The count
 
 from __future__ import annotations
 
-import gc
-import sys
-import threading
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
-from typing import NamedTuple
+from traceback import walk_stack
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tpkernels
+from bench.counts import ROOT, WARM, python_calls
 from tests.on_ranks import on_ranks
 from tpkernels.comm.tensor_parallel import TensorParallel
 
-ROOT = str(Path(tpkernels.__file__).parent) + "/"
 TOKENS, NARROW, WIDE = 64, 64, 128  # of a rank; features
-WARM = 12  # calls before the one that is counted
 
 
 class Way(NamedTuple):
@@ -45,33 +41,24 @@ LIMITS = {
 }
 
 
+class FirstSend(TorchDispatchMode):
+    """Frames of ours when the first message leaves."""
+
+    frames = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d" and not self.frames:
+            ours = (frame.f_code.co_filename.startswith(ROOT) for frame, _ in walk_stack(None))
+            self.frames = sum(ours)
+        return function(*args, **(kwargs or {}))
+
+
 def way_of(run: Callable[[], object]) -> Way:
-    """What a call runs through in this thread, and in threads that it starts."""
-    calls, files, frames = 0, set[str](), 0
-
-    def count(frame: FrameType, event: str, what: object) -> None:
-        nonlocal calls, frames
-        file = frame.f_code.co_filename
-        if event == "call" and file.startswith(ROOT):
-            calls += 1
-            files.add(file)
-        elif event == "c_call" and not frames and getattr(what, "__name__", "") == "send":
-            at: FrameType | None = frame
-            while at is not None:
-                frames += at.f_code.co_filename.startswith(ROOT)
-                at = at.f_back
-
-    gc.collect()
-    gc.disable()  # what it ends is not of this call
-    threading.setprofile(count)
-    sys.setprofile(count)
-    try:
+    """What a call runs through in this thread."""
+    calls = python_calls(run)
+    with FirstSend() as sending:
         run()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
-        gc.enable()
-    return Way(calls, len(files), frames)
+    return Way(calls.total(), len(calls), sending.frames)
 
 
 def calls_of_layers() -> dict[str, Callable[[], Tensor]]:

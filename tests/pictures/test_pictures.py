@@ -8,9 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.pictures.reading import fills, hinted, words
+from tests.pictures.reading import words
 from tests.pictures.samples import NAN, SAMPLES, STRANGE, losses
-from tpkernels.pictures.charts import FILLS, Bar, bars
 from tpkernels.pictures.figure import NO_MATPLOTLIB, Picture, hint, save, shortened
 
 pytest.importorskip("matplotlib", reason="matplotlib draws pictures")
@@ -62,19 +61,6 @@ def test_what_cannot_be_drawn_is_counted():
     assert {"2 of 2 cannot be drawn", "nothing to draw"} <= set(words(SAMPLES["curve_of_nothing"].svg))
 
 
-def test_wins_and_losses_go_either_way_from_one_and_twice_is_as_long_as_half():
-    rows = [Bar("win", 2.0, 1.9, 2.1), Bar("loss", 0.5, 0.45, 0.55), Bar("even", 1.1, 0.9, 1.2)]
-    svg = bars("Ratios", rows).svg
-    colours = {name.partition(":")[0]: fill for name, fill in fills(svg).items()}
-    assert [colours[name] for name in ("win", "loss", "even")] == list(FILLS.values())
-    boxes = {name.partition(":")[0]: box for name, box in hinted(svg).items()}
-    win, loss = boxes["win"], boxes["loss"]
-    assert win[0] == pytest.approx(loss[2], abs=0.1)
-    assert win[2] - win[0] == pytest.approx(loss[2] - loss[0], abs=0.1)
-    said = {"1 faster", "1 slower", "1 within the spread", "2.00", "0.50", "1.10", "times as fast"}
-    assert said <= set(words(svg))
-
-
 def test_shortened_words_keep_both_ends_and_fit():
     assert shortened("short", 12, 2) == "short"
     cut = shortened("llama3-70b-tp8-8192-fc_down", 12, 2)
@@ -93,10 +79,10 @@ def test_what_is_told_is_text_and_not_markup():
 
 
 def test_saving_names_the_files(tmp_path):
-    files = {tmp_path / "new" / "a.png": SAMPLES["curve"], tmp_path / "b.png": SAMPLES["bars_one"]}
+    files = {tmp_path / "new" / "a.png": SAMPLES["curve"], tmp_path / "b.png": SAMPLES["curve_of_equals"]}
     assert save(files) == f"{tmp_path}/new/a.png, {tmp_path}/b.png"
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in files)
-    many = {tmp_path / f"{number}.png": SAMPLES["bars_one"] for number in range(5)}
+    many = {tmp_path / f"{number}.png": SAMPLES["curve_of_equals"] for number in range(5)}
     assert save(many) == f"5 in {tmp_path}"
     assert save({}) == "none"
 

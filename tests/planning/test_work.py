@@ -6,10 +6,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from bench.counts import Operators
 from tests.layers.worlds import posing
 from tests.ops.transport_cases import under
 from tests.planning.shapes import LLAMA, MODELS
@@ -34,26 +33,9 @@ from tpkernels.training.trainer import Trainer
 TOKENS, BATCH = 32, 4
 
 
-class Wire(TorchDispatchMode):
-    """Counts what this rank sends; rings send (ranks - 1) / ranks of a whole.
-
-    Whole numbers are descriptions, which ranks compare: they do not count.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.sent = 0.0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            leaves = tree_leaves(args)
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            sizes = [0, *(tensor.nbytes for tensor in tensors if tensor.is_floating_point())]
-            (group,) = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)][:1]
-            ranks = torch.distributed.ProcessGroup.unbox(group).size()
-            rounds = {"send": 1, "recv_": 0, "allreduce_": 2 * (ranks - 1) / ranks}
-            self.sent += max(sizes) * rounds.get(function._opname, (ranks - 1) / ranks)
-        return function(*args, **(kwargs or {}))
+def wire():
+    """Counts what this rank sends. Whole numbers are descriptions, which ranks compare: they do not count."""
+    return Operators(torch.Tensor.is_floating_point)
 
 
 def counted(function, *args):
@@ -78,10 +60,10 @@ def sent_and_predicted(name, options):
     initialize_model_parallel(ranks)
     ids = torch.arange(BATCH * TOKENS).view(BATCH, TOKENS)
     model = GPT(MODELS[name], **options)
-    with Wire() as wire:
+    with wire() as counting:
         model(ids, ids).backward()
     works = of_a_micro_batch(job_of(MODELS[name], element=4, **options), ranks)
-    return wire.sent, sum(work.sent for work in works)
+    return counting.sent.total(), sum(work.sent for work in works)
 
 
 @pairwise(
@@ -112,9 +94,9 @@ def sent_by_a_step(sizes, options, text):
     )
     trainer = Trainer(config, state, torch.device("cpu"))
     trainer.step()  # in which buckets learn their order
-    with Wire() as wire:
+    with wire() as counting:
         trainer.step()
-    return wire.sent
+    return counting.sent.total()
 
 
 @pytest.mark.parametrize(

@@ -215,8 +215,6 @@ table {{ border-collapse: collapse }}
 th, td {{ text-align: left; padding: .2em 1.5em .2em 0; vertical-align: top }}
 thead th {{ border-bottom: 1px solid {QUIET} }}
 .number {{ text-align: right; font-variant-numeric: tabular-nums }}
-figure {{ margin: 0 0 1.5em }}
-caption, figcaption {{ text-align: left; color: {QUIET}; padding: .3em 0 .6em }}
 svg {{ max-width: 100%; height: auto; display: block; margin: .5em 0 }}
 p {{ color: {QUIET} }}
 pre {{ white-space: pre-wrap; background: #f4f6f8; padding: 1em }}
@@ -248,9 +246,7 @@ def facts(rows: Sequence[tuple[str, str]]) -> str:
     return f"<table>{lines}</table>"
 
 
-def table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True, caption: str = ""
-) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> str:
     """Return a table whose first column has names. numbers: whether the others have numbers"""
     kind = ' class="number"' if numbers else ""
     names = f"<th>{text(head[0])}</th>" + "".join(f"<th{kind}>{text(name)}</th>" for name in head[1:])
@@ -258,13 +254,7 @@ def table(
         f"<tr><th>{text(row[0])}</th>{''.join(f'<td{kind}>{text(word)}</td>' for word in row[1:])}</tr>"
         for row in rows
     )
-    above = f"<caption>{text(caption)}</caption>" * bool(caption)
-    return f"<table>{above}<thead><tr>{names}</tr></thead>\n<tbody>{lines}</tbody></table>"
-
-
-def figure(svg: str, caption: str) -> str:
-    """Return a picture with its caption below."""
-    return f"<figure>{svg}<figcaption>{text(caption)}</figcaption></figure>"
+    return f"<table><thead><tr>{names}</tr></thead>\n<tbody>{lines}</tbody></table>"
 
 
 def paragraph(words: str) -> str:
