@@ -25,7 +25,7 @@ from tpkernels.kernels.target import H100
 from tpkernels.kernels.tiles import KERNELS, MatmulTile
 from tpkernels.kernels.triton_versions import LAUNCH_OPTIONS
 from tpkernels.registered import recording
-from tpkernels.registered.entries import E4M3, _tiles, catalog, config, entry_specs
+from tpkernels.registered.entries import E4M3, FEW, _tiles, catalog, config, entry_specs
 from tpkernels.registered.names import TABLE, stem_of
 from tpkernels.registered.numeric_cases import cases
 from tpkernels.registered.recording import EntrySpec, MetaOperands, _is_aligned, _type_of
@@ -44,7 +44,7 @@ def test_our_kernels_are_registered_as_anybodys_are():
     assert config().budgets == TABLE
 
 
-def test_every_tile_is_compiled_for_every_gpu_that_may_be_given_it():
+def test_every_tile_is_compiled_for_each_gpu_or_for_few():
     compiled = {(gpu, entry.name) for entry in catalog() for gpu in entry.architectures}
     given = [(kernel, kernel, dtype, GPUS) for kernel in KERNELS for dtype in (torch.bfloat16, torch.float32)]
     given.append(("scaled_linear", "linear", E4M3, {gpu: GPUS[gpu] for gpu in FP8_PRODUCTS}))
@@ -53,6 +53,9 @@ def test_every_tile_is_compiled_for_every_gpu_that_may_be_given_it():
         for gpu, target in gpus.items():
             pointers_alone = not target.has_tma or dtype == torch.float32 or (ragged and dtype == E4M3)
             for form in ("pointer",) if pointers_alone else ("descriptor", "pointer"):
+                of_few = form == "pointer" and (dtype == torch.float32 or (ragged and dtype != E4M3))
+                if of_few and gpu not in (*FEW, "gfx942"):
+                    continue
                 for tile in _tiles(tiles, form, dtype, target, ragged):
                     stem = f"/{stem_of(kernel, form, dtype, tile)}/"
                     assert any(a == gpu and stem in f"/{name}" for a, name in compiled), f"{stem} on {gpu}"

@@ -1,8 +1,10 @@
 """Every kernel form that is shipped, registered with the gate: launches, tiles and dtypes, on which GPUs.
 
-A list of launches, each recorded on the meta device. Every epilogue is compiled where the speed is, in bf16
-on Hopper; elsewhere the costliest of each tile. Sums of fp8 are promoted by the compiler on Hopper and in the
-kernel's own words on Ada and the smaller Blackwell, so that the pointer form is recorded for both.
+A list of launches, each recorded on the meta device. The costliest epilogue is compiled with every tile; the
+others once, in bf16 on Hopper with the largest default tile. Pointer kernels in fp32 and fp16, and on ragged
+operands, and rows in fp32 are compiled for `FEW`: on the GPUs in between they are the same code. Sums of fp8
+are promoted by the compiler on Hopper and in the kernel's own words on Ada and the smaller Blackwell, so that
+the pointer form is recorded for both.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ SCALINGS = ("rows", "blocks")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # what each GPU may be given: descriptors from sm_90 on, masked pointers everywhere
 NVIDIA = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+FEW = ("sm_80", "sm_90", "sm_120")  # the oldest, the usual, the one with least shared memory
 
 T, N, K = 2096, 512, 1024  # multiples of 16
 FEATURES = (1024, 8192, MAX_FEATURES)  # of a norm
@@ -112,17 +115,19 @@ def _cases() -> Iterator[_TileCase]:
         yield _TileCase(kernel, "descriptor", FP16, largest, H100, ("sm_90",))
         for target, architectures in ((A100, NVIDIA), (MI300, ("gfx942",))):
             for dtype, ragged in ((BF16, False), (BF16, True), (FP32, False)):
+                plain = dtype == BF16 and not ragged
                 for tile in _tiles(kernel, "pointer", dtype, target, ragged):
-                    yield _TileCase(kernel, "pointer", dtype, tile, target, architectures, ragged)
+                    gpus = architectures if plain or target == MI300 else FEW
+                    yield _TileCase(kernel, "pointer", dtype, tile, target, gpus, ragged)
             largest = candidates(kernel, "pointer", FP16, target)[0]
-            yield _TileCase(kernel, "pointer", FP16, largest, target, architectures)
+            yield _TileCase(kernel, "pointer", FP16, largest, target, gpus)
 
 
 def _matmul_specs() -> Iterator[EntrySpec]:
     for case in _cases():
         yield from _specs(case)
     largest = candidates("linear", "pointer", FP32, A100)[0]
-    yield from _specs(_TileCase("linear", "pointer", FP32, largest, A100, NVIDIA), tf32=True)
+    yield from _specs(_TileCase("linear", "pointer", FP32, largest, A100, FEW), tf32=True)
     yield from _sum_specs()
 
 
@@ -135,8 +140,8 @@ def _specs(case: _TileCase, tf32: bool = False) -> Iterator[EntrySpec]:
     prefix = f"{case.architectures[0]}/" if case.target in (B200, MI300) else ""
     suffix = "/ragged" * case.ragged + "/tf32" * tf32
     # what a tile that splits writes are sums in fp32, whatever the result
-    thorough = case.target == H100 and case.dtype == BF16 and case.tile.splits == 1
     defaults = default_tiles(case.kernel, case.form, case.dtype, case.target, case.ragged)
+    thorough = case.target == H100 and case.dtype == BF16 and case.tile == defaults[0]
     for names in (COSTLIEST[case.kernel], OTHERS[case.kernel] if thorough else {}):
         for name, start in names.items():
             kernel, epilogue = name.split("/")
@@ -317,17 +322,15 @@ def _fp8_specs() -> Iterator[EntrySpec]:
 
 
 def _fp8_products() -> Iterator[EntrySpec]:
-    """The costliest epilogue of each tile, and with descriptors the plain one; fp32 results of the largest.
+    """The costliest epilogue of each tile; all scales, the plain epilogue, fp32 results of the largest alone.
 
     The same with fast accumulation, but for Blackwell's tiles, whose code does not differ. e5m2 is the format
     of gradients, which meet weights in e4m3: the largest tile of each form.
     """
     for way in FP8_FORMS:
-        for tile in _tiles("linear", way.form, E4M3, way.target):
-            yield from _fp8_specs_of(way, tile)
-        if way.form == "pointer":
-            for tile in _tiles("linear", way.form, E4M3, way.target, ragged=True):
-                yield from _fp8_specs_of(way, tile, ragged=True)
+        for ragged in (False, True) if way.form == "pointer" else (False,):
+            for number, tile in enumerate(_tiles("linear", way.form, E4M3, way.target, ragged)):
+                yield from _fp8_specs_of(way, tile, ragged, thorough=number == 0)
         for scales, options in SCALES.items():
             summed = partial(_SCALED_LINEAR, **options, **recording.BARE, into=FP32)
             yield _fp8_spec(way, sum_tile(way.form, E4M3, way.target), f"none+=fp32{scales}", summed)
@@ -341,24 +344,22 @@ def _waiting_products() -> Iterator[EntrySpec]:
     for way in FP8_FORMS:
         for ragged in (False, True) if way.form == "pointer" else (False,):
             for tile in default_tiles("linear", way.form, E4M3, way.target, ragged=ragged):
-                for scales, options in (WAITING if way.target == B200 else {**WAITING, **FAST}).items():
+                for scales, options in WAITING.items():
                     call = partial(_SCALED_LINEAR, **options, activation="gelu_tanh", wait=True)
                     epilogue = f"gelu_tanh+bias+z{scales}+wait"
                     yield _fp8_spec(way, tile, epilogue, call, ragged=ragged, chunks=2)
 
 
-def _fp8_specs_of(
-    way: _Fp8Form,
-    tile: MatmulTile,
-    ragged: bool = False,
-) -> Iterator[EntrySpec]:
-    for scales, options in (SCALES if way.target == B200 else {**SCALES, **FAST}).items():
-        if not serves("linear", tile, scales.split("+")):
-            continue
-        costly = partial(_SCALED_LINEAR, **options, activation="gelu_tanh")
+def _fp8_specs_of(way: _Fp8Form, tile: MatmulTile, ragged: bool, thorough: bool) -> Iterator[EntrySpec]:
+    """Of one tile. thorough: all scales, and the plain epilogue; else the costliest that the tile serves"""
+    offered = SCALES if way.target == B200 else {**SCALES, **FAST}
+    served = [scales for scales in offered if serves("linear", tile, scales.split("+"))]
+    costliest = next(scales for scales in (*reversed(SCALES), *FAST) if scales in served)
+    for scales in served if thorough else [costliest]:
+        costly = partial(_SCALED_LINEAR, **offered[scales], activation="gelu_tanh")
         yield _fp8_spec(way, tile, f"gelu_tanh+bias+z{scales}", costly, ragged=ragged)
-        if way.form == "descriptor":
-            plain = partial(_SCALED_LINEAR, **options, **recording.BARE)
+        if way.form == "descriptor" and thorough:
+            plain = partial(_SCALED_LINEAR, **offered[scales], **recording.BARE)
             yield _fp8_spec(way, tile, f"none{scales}", plain)
 
 
@@ -396,13 +397,13 @@ def _row_specs() -> Iterator[EntrySpec]:
         norm = partial(recording.norm, kind=kind)
         for features in FEATURES:
             yield _row_spec("norm_fwd", f"{features}/{kind}", BF16, norm, features)
-            yield _row_spec("norm_bwd", f"{features}/{kind}", BF16, norm, features)
             plus = partial(norm, plus=True)
             yield _row_spec("norm_bwd", f"{features}/{kind}+plus", BF16, plus, features)
-            added = partial(recording.slot_sums, wait=False, norm=kind)
-            yield _row_spec("reduce_slots", f"{features}/bias+{kind}", BF16, added, features)
             waiting = partial(recording.slot_sums, norm=kind)
             yield _row_spec("reduce_slots", f"{features}/bias+{kind}+wait", BF16, waiting, features)
+        yield _row_spec("norm_bwd", f"{features}/{kind}", BF16, norm, features)
+        plain = partial(recording.slot_sums, wait=False, norm=kind)
+        yield _row_spec("reduce_slots", f"{features}/bias+{kind}", BF16, plain, features)
     widest = partial(recording.slot_sums, norm="layer")
     features = MAX_SLOT_ROW // FP32.itemsize
     yield _row_spec("reduce_slots", f"{features}/bias+layer+wait", FP32, widest, features)
@@ -458,10 +459,12 @@ def _elementwise_specs() -> Iterator[EntrySpec]:
             _row_spec(kernel, f"{block}/{way}", FP32, costliest),
             replace(ragged, of=MetaOperands(T + 1, N + 1, K + 1, BF16, ragged=True)),
         ):
-            yield replace(spec, architectures=NVIDIA)
+            nvidia = tuple(gpu for gpu in spec.architectures if gpu in NVIDIA)
+            yield replace(spec, architectures=nvidia)
             yield replace(spec, name=f"gfx942/{spec.name}", target=MI300, architectures=("gfx942",))
 
 
 def _row_spec(kernel: str, way: str, dtype: torch.dtype, call: LauncherCall, features: int = K) -> EntrySpec:
     name, of = f"{kernel}/pointer/{SHORT_NAMES[dtype]}/{way}", MetaOperands(T, N, features, dtype, chunks=2)
-    return EntrySpec(name, call, of, A100, ARCHITECTURES, function=f"_{kernel}_kernel")
+    architectures = ARCHITECTURES if dtype == BF16 else (*FEW, "gfx942")
+    return EntrySpec(name, call, of, A100, architectures, function=f"_{kernel}_kernel")
