@@ -96,7 +96,7 @@ def test_fifty_steps_are_those_of_one_rank(world, dtype, sequence_parallel, alon
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("dtype", ALLOWED)
+@pytest.mark.parametrize("dtype", ALLOWED, ids=str)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_fifty_steps_on_eight_ranks_are_too(dtype, sequence_parallel, alone, ranks8):
     require_near(ranks8, dtype, sequence_parallel, alone(dtype))
