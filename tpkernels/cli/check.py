@@ -7,6 +7,7 @@ a user's.
 
 from __future__ import annotations
 
+import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -29,6 +30,16 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
         raise BadUse(MOVED)
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="check the kernels of your own that this gate.toml names"
+    )
+    parser.add_argument(
+        "--init",
+        metavar="FOLDER",
+        help="write a gate.toml for the kernels of a folder or package, and budgets",
+    )
+    parser.add_argument(
+        "--run",
+        metavar="COMMAND",
+        help="of --init: what launches them, such as launches.py or 'pytest tests'",
     )
     parser.add_argument("--arch", metavar="LIST", help="compile for these GPUs only, such as sm_90,gfx942")
     parser.add_argument(
@@ -60,6 +71,13 @@ def main(options: Namespace) -> int:
     from tpkernels.gate.user_kernels.record import ConfigError
     from tpkernels.registered import entries
 
+    if options.init is not None:
+        from tpkernels.gate.user_kernels import init
+
+        options.config, options.update = options.config or Path("gate.toml"), True
+        with bad_use_if(init.InitError), Progress("looking", seconds=SAID_EVERY) as step:
+            told = init.write(options.init, _run(options), options.config, PREPARE, step)
+        print(told, flush=True)
     start = time.perf_counter()
     architectures = ARCHITECTURES if options.arch is None else options.arch.split(",")
     with bad_use_if(compile_gate.UsageError, ConfigError):
@@ -73,10 +91,18 @@ def main(options: Namespace) -> int:
                 checked = compile_gate.check(suite, jobs, PROCESSES, step, *how)
         with Progress("computing", seconds=SAID_EVERY) as step:
             skipped = options.skip == "numerics"
-            computed = [] if skipped else numerics.check(config, options.only, step, PREPARE)
+            computed = [] if skipped else numerics.check(config, options.only, step, PREPARE, options.update)
         if not checked.compiled and not computed:
             where = f" on {options.arch}" if options.arch else ""
             raise BadUse(f"nothing{where} has {options.only!r} in its name")
         versions = {name: import_module(name).__version__ for name in ("tpkernels", *PACKAGES)}
         seconds = time.perf_counter() - start
         return 1 if report.tell(versions, checked, computed, seconds, options.json) else 0
+
+
+def _run(options: Namespace) -> str | None:
+    """What launches the kernels; asked for on a terminal."""
+    if options.run is None and sys.stdin.isatty():
+        return input("what launches the kernels (a script, or a module such as `pytest tests`)? ") or None
+    run: str | None = options.run
+    return run

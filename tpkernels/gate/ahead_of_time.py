@@ -70,6 +70,7 @@ class Entry:
     folder: str = ""  # in which its module is looked for before all others; "": where ours are
     more_options: Mapping[str, Any] = field(default_factory=dict)  # of Triton
     rules: tuple[str, ...] = ()  # that what is compiled of it must keep, see `gate.rules`
+    place: str = ""  # file and line of the kernel, where it is a user's
 
     @property
     def options(self) -> dict[str, Any]:
@@ -101,6 +102,7 @@ class Facts:
     instructions: Mapping[str, int]  # see `machine_code`; absent is zero
     aligned: frozenset[str]  # arguments that the compiler knows to be multiples of 16
     narrow_offsets: tuple[str, ...]  # 32-bit products in addresses, see `triton_ir`
+    narrow_sums: tuple[str, ...]  # where numbers are added up in 16 bits, see `triton_ir`
     unordered_reads: tuple[str, ...]  # why rows may be read before their flag, see `ptx_flow`; () on AMD
     unordered_flags: tuple[str, ...]  # why a flag may be seen before its rows
     seconds: float  # that compiling took
@@ -322,6 +324,7 @@ def nvidia_facts(compiled: Any, seconds: float, architecture: str) -> Facts:
         instructions=mix,
         aligned=triton_ir.aligned_arguments(compiled.asm["ttir"]),
         narrow_offsets=triton_ir.narrow_offsets(compiled.asm["ttir"]),
+        narrow_sums=triton_ir.narrow_sums(compiled.asm["ttir"]),
         unordered_reads=ptx_flow.unordered_reads(compiled.asm["ptx"]),
         unordered_flags=ptx_flow.unordered_flags(compiled.asm["ptx"]),
         seconds=seconds,
@@ -345,6 +348,7 @@ def _amd(compiled: Any, seconds: float) -> Facts:
         instructions=disassembly.amd_mix(assembly),
         aligned=triton_ir.aligned_arguments(compiled.asm["ttir"]),
         narrow_offsets=triton_ir.narrow_offsets(compiled.asm["ttir"]),
+        narrow_sums=triton_ir.narrow_sums(compiled.asm["ttir"]),
         unordered_reads=(),
         unordered_flags=(),
         seconds=seconds,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tpkernels.gate.child import one_line_error
 from tpkernels.gate.compile_gate import has_parts
-from tpkernels.gate.user_kernels import children
+from tpkernels.gate.user_kernels import children, recorded
 
 if TYPE_CHECKING:
     from tpkernels.gate.user_kernels.config import Config
@@ -37,6 +37,7 @@ WIDE_BOUND = 1e-5
 SEED = 20261121
 PROGRAM = "tpkernels.gate.user_kernels.numerics"
 PROCESSES = 2
+NOT_RECORDED = "no results are recorded of it: --update records today's"
 WORTH_A_PROCESS = 10  # cases: to start one takes as long
 
 Results = Mapping[str, tuple[Tensor | None, Tensor]]  # what -> (computed, exact)
@@ -103,6 +104,7 @@ class Frames:
     def __init__(self) -> None:
         self._frames: list[_Frame] = []
         self._strayed: dict[str, None] = {}  # in the order of accesses
+        self._uses: set[tuple[str, str]] = set()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         content = torch.full(shape, outside(dtype), dtype=dtype, device=device)
@@ -129,12 +131,23 @@ class Frames:
         for frame in self._frames:
             _, first, end, _ = frame.addresses
             if first <= low and high < end:
+                self._uses.add((how, frame.name))
                 return
         for frame in self._frames:
             start, first, end, stop = frame.addresses
             before, after = (reached >= start) & (reached < first), (reached >= end) & (reached < stop)
             if before.any() or after.any():
                 self._strayed[f"{how} outside {frame.name}{_line_of_kernel()}"] = None
+
+    def take_uses(self) -> set[tuple[str, str]]:
+        """How each tensor was used since the last call: ("read", "x_ptr"). Atomics are seen by their effect."""
+        taken, self._uses = self._uses, set()
+        for frame in self._frames:
+            if ("written", frame.name) not in taken and not torch.equal(
+                *map(_bits, (frame.buffer, frame.before))
+            ):
+                taken |= {("read", frame.name), ("written", frame.name)}
+        return taken
 
     def take_faults(self) -> list[str]:
         """What was read or written that should not be, since the last call, each kind once."""
@@ -170,6 +183,7 @@ class Computed:
     case: str
     error: float  # the largest, as a part of what is allowed
     failure: str  # "" if there is none
+    place: str = ""  # file and line of the kernel, where it is a user's
 
 
 def examine(case: NumericCase, frames: Frames) -> Computed:
@@ -205,25 +219,42 @@ def _mismatch(actual: Tensor | None, exact: Tensor, error: float) -> str:
     return f"is off by {error:.3g} times the bound" if error == error else "holds NaN"
 
 
-def check(config: Config, only: str, report: Callable[[str], None], prepare: str) -> list[Computed]:
+def check(
+    config: Config, only: str, report: Callable[[str], None], prepare: str, update: bool = False
+) -> list[Computed]:
     """All cases that `only` names, see `has_parts`; `report` hears of each as it is done.
 
     prepare: "module:function", which each process calls with the frames of its cases, before them
+    update: record the results of tables that ask for recorded ones
     """
-    cases = [case for case in _cases_of(config) if has_parts(case[0], only)]
-    parts = max(1, min(PROCESSES, len(cases) // WORTH_A_PROCESS))
+    cases, sketches = list(_cases_of(config)), dict[str, Any]()
+    before = recorded.read(config.results)
+    for name, item in cases:
+        if "recorded" in item:
+            item["recorded"] = None if update else before.get(name)
+    wanted = [case for case in cases if has_parts(case[0], only)]
+    parts = max(1, min(PROCESSES, len(wanted) // WORTH_A_PROCESS))
+
+    def some(part: int) -> list[Computed]:
+        return _computed(config, wanted[part::parts], report, prepare, None if update else before, sketches)
+
     with ThreadPoolExecutor(parts) as threads:
-        found = threads.map(lambda part: _computed(config, cases[part::parts], report, prepare), range(parts))
-        return [case for row in zip_longest(*found) for case in row if case is not None]
+        computed = [case for row in zip_longest(*threads.map(some, range(parts))) for case in row if case]
+    if update and sketches:
+        known = {name: before[name] for name, _ in cases if name in before}
+        recorded.write(known | sketches, config.results)
+    return computed
 
 
-def _cases_of(config: Config) -> Iterator[tuple[str, children.ItemOfChild]]:
+def _cases_of(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and item of each size of each table with an oracle, then of each case of a launcher."""
     for own in config.kernels:
         for number, sizes in enumerate(own.computed):
             text = ",".join(f"{name}={size}" for name, size in sizes.items())
             name = f"{own.name}/{text}" if text else own.name
-            item = {"name": own.name, "table": own.as_table(), "sizes": number}
+            item: dict[str, Any] = {"name": own.name, "table": own.as_table(), "sizes": number}
+            if own.oracle == recorded.RECORDED:
+                item["recorded"] = None
             yield name, item
             if any(kind.dtype == "bf16" for kind in own.tensors.values()):
                 yield f"{name}/fp32 for bf16", {**item, "wide": True}
@@ -238,7 +269,10 @@ def _computed(
     cases: Sequence[tuple[str, children.ItemOfChild]],
     report: Callable[[str], None],
     prepare: str,
+    before: recorded.Results | None,
+    sketches: dict[str, Any],
 ) -> list[Computed]:
+    """before: the results that are recorded; None: they are recorded now. sketches: filled with today's"""
     variables = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     items = [{**item, "prepare": prepare} for _, item in cases]
     computed = []
@@ -250,6 +284,11 @@ def _computed(
             own = next(own for own in config.kernels if own.name == item["name"])
             raise config.mistake(own, answer["mistake"])
         error = float("nan") if answer["error"] is None else answer["error"]
-        computed.append(Computed(name, error, answer["failure"]))
+        failure, place = answer["failure"], answer.get("place", "")
+        if "sketches" in answer:
+            sketches[name] = answer["sketches"]
+            if before is not None and name not in before:
+                failure = "; ".join(filter(None, [failure, NOT_RECORDED]))
+        computed.append(Computed(name, error, failure, place))
         report(name)
     return computed

@@ -86,8 +86,15 @@ def _print_computed(computed: Sequence[Computed]) -> None:
 def _failure_lines(checked: Checked, computed: Sequence[Computed]) -> list[str]:
     """Each finding in a line that can be read alone."""
     lines = [*checked.absent]
-    lines += [f"entry {one.job}: {failure}" for one in checked.compiled for failure in one.failures]
-    return lines + [f"numerics of {one.case}: {one.failure}" for one in computed if one.failure]
+    for made in checked.compiled:
+        lines += [f"{_at(made.job.entry.place)}entry {made.job}: {failure}" for failure in made.failures]
+    return lines + [
+        f"{_at(one.place)}numerics of {one.case}: {one.failure}" for one in computed if one.failure
+    ]
+
+
+def _at(place: str) -> str:
+    return f"{place}: " if place else ""
 
 
 def _as_json(versions: Mapping[str, str], checked: Checked, computed: Sequence[Computed]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from typing import Any
 from tpkernels.gate.child import end_with_parent, ending, one_line_error, started
 from tpkernels.gate.user_kernels.entries import Inspected
 from tpkernels.gate.user_kernels.record import ConfigError
+from tpkernels.gate.user_kernels.recorded import RECORDED
 from tpkernels.gate.user_kernels.table import registered
 
 LIMIT = 300  # seconds for an item
@@ -109,9 +110,9 @@ def _inspected(item: ItemOfChild) -> Answer:
     if kernel.is_gluon():
         raise ConfigError("kernel", f"{item['kernel']} is written in Gluon, which is not checked")
     for key in ("oracle", "workload"):
-        if item[key] and not callable(function := imported_attribute(key, item[key])):
+        if item[key] not in (None, RECORDED) and not callable(function := imported_attribute(key, item[key])):
             raise ConfigError(key, f"expected a function, {item[key]} is {_kind(function)}")
-    return asdict(Inspected.of(kernel))
+    return asdict(Inspected.of(kernel, sys.argv[1] if len(sys.argv) > 1 else ""))
 
 
 def _kind(thing: Any) -> str:

@@ -35,6 +35,11 @@ class Config:
     cases: FunctionPath | None = None
 
     @property
+    def results(self) -> Path:
+        """Where results are recorded: beside the budgets."""
+        return self.budgets.with_name(f"{self.path.stem}-results.json")
+
+    @property
     def folder(self) -> Path | None:
         """Modules are looked for there first."""
         return None if self.imported else self.path.parent

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tpkernels.gate.ahead_of_time import Constant, Entry
+from tpkernels.gate.ahead_of_time import Constant, Entry, undecorated
 from tpkernels.gate.user_kernels.record import DTYPES, ConfigError, OwnKernel, Values
 
 
@@ -24,9 +26,10 @@ class Inspected:
     defaults: Mapping[str, Constant]
     plain: tuple[str, ...]  # which Triton is told nothing of
     unaligned: tuple[str, ...]  # of which it is not told that they are multiples of 16
+    place: str = field(default="", compare=False)  # file and line of its `def`
 
     @staticmethod
-    def of(kernel: Any) -> Inspected:
+    def of(kernel: Any, folder: str = "") -> Inspected:
         """kernel: under `triton.jit`; of one that is interpreted names of arguments are all that is known"""
         parameters = getattr(kernel, "params", ())
         simple = bool | int | float | str | None
@@ -40,6 +43,7 @@ class Inspected:
             },
             plain=tuple(one.name for one in parameters if one.do_not_specialize),
             unaligned=tuple(one.name for one in parameters if one.do_not_specialize_on_alignment),
+            place=place_of(kernel, folder),
         )
 
     @property
@@ -47,11 +51,26 @@ class Inspected:
         return self.plain + self.unaligned
 
 
+def place_of(kernel: Any, folder: str) -> str:
+    """Return file and line of a kernel's `def`: "pkg/kernels.py:12". folder: that the file may lie in"""
+    return _place_of(undecorated(kernel).fn, folder)
+
+
+@cache
+def _place_of(function: Any, folder: str) -> str:
+    lines, first = inspect.getsourcelines(function)
+    above = next((i for i, line in enumerate(lines) if line.lstrip().startswith("def ")), 0)
+    path = Path(inspect.getfile(function))
+    if folder and path.is_relative_to(folder):
+        return f"{path.relative_to(folder)}:{first + above}"
+    return f"{'/'.join(path.parts[-1 - function.__module__.count('.') :])}:{first + above}"
+
+
 def entry_of(own: OwnKernel, kernel: Inspected, folder: Path | None) -> Entry:
     """What is compiled; ConfigError if table and kernel disagree."""
     constants = _constants(own, kernel)
     module, function = own.kernel.split(":")
-    values = own.at(own.sizes) if own.sizes else None
+    values = own.at(own.sizes) if own.sizes or own.grid else None
     return Entry(
         name=own.name,
         module=module,
@@ -67,6 +86,7 @@ def entry_of(own: OwnKernel, kernel: Inspected, folder: Path | None) -> Entry:
         folder=str(folder or ""),
         more_options=own.options,
         rules=own.rules,
+        place=kernel.place,
     )
 
 

@@ -143,7 +143,7 @@ class OwnKernel:
         names |= numbers
         shapes = {name: self._each("shapes", name, names, 1) for name in self.tensors}
         strides = {
-            name: self._each("strides", name, names, 0) if name in self.strides else _contiguous(shape)
+            name: self._each("strides", name, names, 0) if name in self.strides else contiguous(shape)
             for name, shape in shapes.items()
         }
         for name, steps in strides.items():
@@ -174,7 +174,8 @@ def _of_type(key: str, number: Numeric, kind: str) -> Numeric:
     return number
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
