@@ -283,6 +283,11 @@ def jit_function(entry: Entry) -> Any:
     """The kernel as Triton compiles it. Of a module that is not ours, call it in a process to spare."""
     if entry.folder and entry.folder not in sys.path:
         sys.path.insert(0, entry.folder)
+    if entry.folder and entry.module not in sys.modules:
+        from tpkernels.gate.user_kernels.pretended_gpu import pretended_gpu
+
+        with pretended_gpu():
+            importlib.import_module(entry.module)
     return undecorated(getattr(importlib.import_module(entry.module), entry.function))
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tpkernels.gate.child import end_with_parent, ending, one_line_error, started
@@ -72,11 +73,21 @@ def _ending(code: int, last_words: str) -> str:
     return f"ended its process {ending(code)}{': ' * bool(last_words)}{last_words}"
 
 
+def imported(name: str) -> ModuleType:
+    """A module; of a user's it seems that there is a GPU, as where it will run."""
+    if name in sys.modules or name.startswith("tpkernels.") or len(sys.argv) < 2 or not sys.argv[1]:
+        return import_module(name)
+    from tpkernels.gate.user_kernels.pretended_gpu import pretended_gpu
+
+    with pretended_gpu():
+        return import_module(name)
+
+
 def imported_attribute(key: str, place: str) -> Any:
     """What "module:name" stands for, imported; ConfigError says why there is none."""
     name, attribute = place.split(":")
     try:
-        module = import_module(name)
+        module = imported(name)
     except BaseException as error:  # SystemExit, too: it is about this module
         raise ConfigError(key, f"importing {name!r}: {one_line_error(error)}") from error
     if not hasattr(module, attribute):
@@ -91,7 +102,7 @@ def answered(item: ItemOfChild) -> Answer:
 
 def _registered(module: str) -> Answer:
     try:
-        import_module(module)
+        imported(module)
     except BaseException as error:
         raise ConfigError("importing it", one_line_error(error)) from error
     return {"kernels": {own.name: own.as_table() for own in registered()}}

@@ -142,11 +142,13 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def constant_of_toml(value: Constant) -> Any:
-    """TOML has no None and no dtype: "None" and "tl.float32" stand for them."""
+    """TOML has no None and no dtype: "None", "tl.float32" and "torch.float32" stand for them."""
     if value == "None":
         return None
     if isinstance(value, str) and value.startswith("tl."):
         import triton.language as tl
 
         return getattr(tl, value.removeprefix("tl."), value)
+    if isinstance(value, str) and value.startswith("torch."):
+        return getattr(torch, value.removeprefix("torch."), value)
     return value

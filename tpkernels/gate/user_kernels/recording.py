@@ -12,31 +12,23 @@ import runpy
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from math import prod
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
-from torch.overrides import TorchFunctionMode
-from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tpkernels.gate.ahead_of_time import SHARED_LIMIT, gpu_target
 from tpkernels.gate.child import one_line_error
 from tpkernels.gate.user_kernels.children import Answer, ItemOfChild, serve
-from tpkernels.gate.user_kernels.record import DTYPES, PROCESSORS, contiguous
+from tpkernels.gate.user_kernels.pretended_gpu import pretended_gpu
+from tpkernels.gate.user_kernels.record import DTYPES, contiguous
 
-ARCHITECTURE = "sm_90"  # of the GPU that is pretended
 LARGE = 1 << 22  # elements, past which the interpreter takes long: the smallest of such launches is kept
-CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 KINDS = {getattr(torch, name): kind for kind, name in DTYPES.items()}  # torch's dtype -> Triton's name
 TRITON_DTYPES = (*(name for name in DTYPES.values() if hasattr(tl, name)), "float8e4nv", "float8e5")
 
@@ -91,13 +83,14 @@ class Noted:
         options = {option: named.pop(option) for option in [*named] if option not in signature.parameters}
         bound = signature.bind(*given, **named)
         bound.apply_defaults()
-        sizes = grid(bound.arguments) if callable(grid) else grid
         try:
-            table = table_of(kernel, bound.arguments, sizes, options)
+            blocks = grid(bound.arguments) if callable(grid) else grid
+            table = table_of(kernel, bound.arguments, blocks, options)
         except Unsaid as reason:
             self.unsaid.setdefault(name, str(reason))
             return
-        aligned = frozenset(one for one, value in table["values"].items() if value % 16 == 0)
+        sizes = {**table["values"], **table["constants"]}
+        aligned = frozenset(one for one, size in sizes.items() if type(size) is int and size % 16 == 0)
         elements = sum(map(prod, table["shapes"].values()))
         size = elements if elements <= LARGE else -elements
         known = self._launches.setdefault(name, {})
@@ -182,103 +175,11 @@ def _constant(name: str, value: Any) -> Any:
         return "None"
     if isinstance(value, tl.dtype):
         return next(f"tl.{one}" for one in TRITON_DTYPES if getattr(tl, one) == value)
+    if isinstance(value, torch.dtype):
+        return str(value)
     if not isinstance(value, bool | int | float | str):
         raise Unsaid(f"{name} is a {type(value).__name__}")
     return value
-
-
-class _OnTheCpu(TorchFunctionMode):
-    """Has tensors say that they are on a GPU, and puts what is meant for one on the CPU."""
-
-    SAID = {Tensor.device.__get__: CUDA, Tensor.is_cuda.__get__: True, Tensor.is_cpu.__get__: False}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.SAID:
-            return self.SAID[func]
-        if func is Tensor.cuda:
-            return args[0]
-        named = {name: _here(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
-        return func(*map(_here, args), **named)
-
-
-def _here(value: Any) -> Any:
-    is_gpu = isinstance(value, str) and value.split(":")[0] == "cuda"
-    return CPU if is_gpu or (isinstance(value, torch.device) and value.type == "cuda") else value
-
-
-class _Driver:
-    """What launchers ask Triton's driver."""
-
-    utils = SimpleNamespace(
-        get_device_properties=lambda device=0: {
-            "max_shared_mem": SHARED_LIMIT[ARCHITECTURE],
-            "multiprocessor_count": PROCESSORS,
-            "max_num_regs": 65_536,
-            "warpSize": 32,
-        }
-    )
-
-    def get_current_target(self) -> Any:
-        return gpu_target(ARCHITECTURE)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return CUDA
-
-    def get_device_interface(self) -> Any:
-        return torch.cuda
-
-
-@contextmanager
-def pretended_gpu() -> Iterator[None]:
-    """An H100 that launchers may ask about, and whose tensors lie on the CPU."""
-    properties = SimpleNamespace(
-        name="NVIDIA H100",
-        major=9,
-        minor=0,
-        multi_processor_count=PROCESSORS,
-        total_memory=80 << 30,
-        warp_size=32,
-        gcnArchName="",
-    )
-    stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None, wait_stream=lambda other: None)
-    said = {
-        "is_available": True,
-        "is_bf16_supported": True,
-        "device_count": 1,
-        "current_device": 0,
-        "get_device_properties": properties,
-        "get_device_capability": (9, 0),
-        "get_device_name": properties.name,
-        "current_stream": stream,
-        "mem_get_info": (80 << 30, 80 << 30),
-        **dict.fromkeys(("_lazy_init", "synchronize", "set_device", "empty_cache", "manual_seed_all")),
-    }
-    answers = {name: (lambda *_, answer=answer, **__: answer) for name, answer in said.items()}
-    contexts = dict.fromkeys(("device", "device_of", "stream"), lambda *_: nullcontext())
-    triton.runtime.driver.set_active(_Driver())
-    with (
-        patch.multiple(torch.cuda, **answers, **contexts),
-        patch.object(Autotuner, "_bench", lambda *_, **__: [0.0] * 3),  # so that the first config is taken
-        patch.object(BackwardCFunction, "apply", _on_the_cpu(BackwardCFunction.apply)),
-        _OnTheCpu(),
-    ):
-        yield
-
-
-def _on_the_cpu(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Of an autograd function: the engine leaves modes of the calling thread behind."""
-
-    def apply(*given: Any) -> Any:
-        with _OnTheCpu():
-            return backward(*given)
-
-    return apply
 
 
 if __name__ == "__main__":

@@ -145,8 +145,8 @@ def _check_oracle(own: OwnKernel) -> None:
         raise ConfigError("outputs", "is missing: name the tensors that the kernel writes")
     for name, kind in own.tensors.items():
         fill = own.fill.get(name)
-        if kind.dtype.startswith(("i", "u")) and kind.dtype != "i1" and name not in own.outputs:
-            if not isinstance(fill, tuple) and fill not in ("zeros", "ones"):
+        if kind.dtype.startswith(("i", "u")) and kind.dtype != "i1":
+            if name not in own.outputs and not isinstance(fill, tuple) and fill not in ("zeros", "ones"):
                 say = f'say from where to where: fill = {{ {name} = [0, "columns"] }}'
                 raise ConfigError(f"fill.{name}", f"it holds integers: {say}")
         elif isinstance(fill, tuple):
