@@ -23,7 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from tpkernels.gate import disassembly, occupancy, ptx_flow, triton_ir
+from tpkernels.gate import disassembly, loops, occupancy, ptx_flow, triton_ir
 from tpkernels.gate.child import one_line_error
 from tpkernels.gate.disassembly import NoDisassembler, disassemble, disassemble_ahead
 from tpkernels.gate.disk_cache import DiskCache
@@ -109,6 +109,12 @@ class Facts:
     threads: int = 0  # a block; 0: not known
     blocks: int | None = None  # that an SM holds; None: not known
     cubin: str = ""  # a hash of the machine code, where it is clocked
+    pipeline: tuple[int, ...] = ()  # buffers of each operand that is copied ahead of its loop, most first
+    # see `loops.Loops`
+    loops: int = 0
+    loop: Mapping[str, int] = field(default_factory=dict)
+    load_bytes: int = 0
+    load_waits: int = 0
 
     def count(self, instruction: str) -> int:
         return self.instructions.get(instruction, 0)
@@ -259,7 +265,7 @@ def compile_key(entry: Entry, architecture: str) -> str:
     source = ast_source(entry)
     source.attrs = dict(sorted(source.attrs.items()))  # Triton hashes them in the order they come in
     key = get_cache_key(source, backend, options, variables)
-    readers = (disassembly, occupancy, ptx_flow, triton_ir)
+    readers = (disassembly, loops, occupancy, ptx_flow, triton_ir)
     files = (__file__, *(reader.__file__ for reader in readers))
     ours = b"".join(Path(str(file)).read_bytes() for file in files)
     return hashlib.sha256(f"{triton.__version__} {architecture} {key}".encode() + ours).hexdigest()
@@ -320,6 +326,7 @@ def nvidia_facts(compiled: Any, seconds: float, architecture: str) -> Facts:
     assert usage, "cuobjdump without a line of resource usage"
     mix = disassembly.sass_mix(listing)
     registers, threads, shared = int(usage[1]), _threads(compiled), compiled.metadata.shared
+    turns = loops.nvidia_loops(listing)
     return Facts(
         registers=registers,
         stack=int(usage[2]),
@@ -338,12 +345,18 @@ def nvidia_facts(compiled: Any, seconds: float, architecture: str) -> Facts:
             occupancy.blocks_by_limit(architecture, registers, threads, shared).values(), default=None
         ),
         cubin=hashlib.sha256(code).hexdigest() if architecture in CLOCKED else "",
+        pipeline=loops.copied_ahead(compiled.asm["ttgir"]),
+        loops=turns.loops,
+        loop=turns.mix,
+        load_bytes=turns.load_bytes,
+        load_waits=turns.load_waits,
     )
 
 
 def _amd(compiled: Any, seconds: float) -> Facts:
     assembly = compiled.asm["amdgcn"]
     registers, stack, spills = disassembly.amd_resources(assembly)
+    turns = loops.amd_loops(assembly)
     return Facts(
         registers=registers,
         stack=stack,
@@ -358,6 +371,9 @@ def _amd(compiled: Any, seconds: float) -> Facts:
         unordered_flags=(),
         seconds=seconds,
         threads=_threads(compiled),
+        pipeline=loops.copied_ahead(compiled.asm["ttgir"]),
+        loops=turns.loops,
+        loop=turns.mix,
     )
 
 

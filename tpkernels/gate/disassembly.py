@@ -6,10 +6,10 @@ end and disassembled at once, and each kernel's part is read as if it began at a
 What a disassembly says of a kernel: counts of the instructions that decide its speed. No Triton.
 
 An NVIDIA opcode is counted by its first word (`HGMMA.64x256x16.F32.BF16` is an HGMMA), and its 16-byte form
-apart (`LDGSTS.128`): that is what a lost alignment takes away. Products of fp8 are counted apart, too, where
-they begin a sum (`QGMMA.RZ`: they are added to zero) and where they end a batch (`QGMMA.gsb0`), which is
-awaited together. An AMD opcode is counted by its
-family, and a matrix product of fp32 with fewer bits apart (`v_mfma.xf32`).
+apart (`LDGSTS.128`): that is what a lost alignment takes away. Of global memory each width is counted.
+Products of fp8 are counted apart, too, where they begin a sum (`QGMMA.RZ`: they are added to zero) and where
+they end a batch (`QGMMA.gsb0`), which is awaited together. An AMD opcode is counted by its family, and a
+matrix product of fp32 with fewer bits apart (`v_mfma.xf32`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ NVIDIA_MIX = (
     *("LDGSTS", "LDG", "STG", "LDS", "STS"),  # cp.async; global and shared memory
     *("STL", "LDL"),  # local memory: spills
 )
+GLOBAL = ("LDG", "STG", "LDGSTS")  # each width of which is counted apart
+WIDTHS = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}  # bytes; another access has 4
 AMD_MIX = ("v_mfma", "v_fma", "buffer_load", "global_load", "global_store", "ds_read", "ds_write", "scratch")
 
 _SASS_OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
@@ -51,7 +53,9 @@ def sass_mix(sass: str) -> dict[str, int]:
         mix["all"] += 1
         if family in NVIDIA_MIX:
             mix[family] += 1
-            mix[f"{family}.128"] += "128" in modifiers
+            width = next((word for word in modifiers if word in WIDTHS), "")
+            if width == "128" or (width and family in GLOBAL):
+                mix[f"{family}.{width}"] += 1
     for family, text in _FP8_PRODUCT.findall(sass):
         operands = re.split(r"[,\s]+", text)
         for word in _OF_A_SUM:

@@ -47,6 +47,16 @@ def blocks_by_limit(architecture: str, registers: int, threads: int, shared: int
     }
 
 
+def occupancy(architecture: str, blocks: int | None, threads: int) -> float | None:
+    """The part of an SM's warps that these blocks are; None of a GPU whose tables are others'."""
+    processor = PROCESSORS.get(architecture)
+    return (
+        None
+        if processor is None or blocks is None
+        else blocks * -(-threads // WARP) * WARP / processor.threads
+    )
+
+
 def too_few(promised: int, limits: Mapping[str, int]) -> Iterator[str]:
     """Each limit that leaves room for fewer blocks than a persistent launch starts on an SM."""
     for limit, blocks in limits.items():
