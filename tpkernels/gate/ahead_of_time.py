@@ -102,10 +102,10 @@ class Facts:
     instructions: Mapping[str, int]  # see `machine_code`; absent is zero
     aligned: frozenset[str]  # arguments that the compiler knows to be multiples of 16
     narrow_offsets: tuple[str, ...]  # 32-bit products in addresses, see `triton_ir`
-    narrow_sums: tuple[str, ...]  # where numbers are added up in 16 bits, see `triton_ir`
     unordered_reads: tuple[str, ...]  # why rows may be read before their flag, see `ptx_flow`; () on AMD
     unordered_flags: tuple[str, ...]  # why a flag may be seen before its rows
     seconds: float  # that compiling took
+    narrow_sums: tuple[str, ...] = ()  # where numbers are added up in 16 bits, see `triton_ir`
     threads: int = 0  # a block; 0: not known
     blocks: int | None = None  # that an SM holds; None: not known
     cubin: str = ""  # a hash of the machine code, where it is clocked

@@ -140,7 +140,7 @@ class Frames:
                 self._strayed[f"{how} outside {frame.name}{_line_of_kernel()}"] = None
 
     def take_uses(self) -> set[tuple[str, str]]:
-        """How each tensor was used since the last call: ("read", "x_ptr"). Atomics are seen by their effect."""
+        """Uses of each tensor since the last call: ("read", "x_ptr"). Atomics are seen by their effect."""
         taken, self._uses = self._uses, set()
         for frame in self._frames:
             if ("written", frame.name) not in taken and not torch.equal(

@@ -22,14 +22,14 @@ from typing import Any
 from tpkernels.gate.ahead_of_time import CompileJob, Facts, compile_all
 from tpkernels.gate.rules import violations
 from tpkernels.gate.user_kernels import children
-from tpkernels.gate.user_kernels.config import Config, inspect_kernels
+from tpkernels.gate.user_kernels.config import RECORDING, Config, inspect_kernels
 from tpkernels.gate.user_kernels.entries import entry_of
 from tpkernels.gate.user_kernels.record import ConfigError, OwnKernel
 from tpkernels.gate.user_kernels.recorded import RECORDED
 from tpkernels.gate.user_kernels.table import own_kernel
 
 PROCESSES = 2
-RECORDING, COMPUTING = (f"tpkernels.gate.user_kernels.{name}" for name in ("recording", "numerics"))
+COMPUTING = "tpkernels.gate.user_kernels.numerics"
 # rules that a kernel may keep from now on, if today's code does
 WORTH_KEEPING = (
     *("no_spills", "vector_loads", "vector_stores", "async_loads", "tensor_cores", "wgmma"),
@@ -174,7 +174,6 @@ def _interpreted(todo: list[Guarded], folder: Path | None, prepare: str) -> Iter
     for guard in todo:
         pointers = [*guard.table["shapes"]] if "shapes" in guard.table else []
         fill = {name: guard.table.get("fill", {}).get(name, "normal") for name in pointers}
-        fill = {name: how for name, how in fill.items() if guard.table["signature"][name] != "*i1" or how}
         table = {**guard.table, "oracle": RECORDED, "outputs": pointers[:1], "fill": fill, "tolerance": ANY}
         items.append({"name": guard.name, "table": table, "sizes": 0, "recorded": None, "prepare": prepare})
     variables = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -218,7 +217,7 @@ def toml_of(guards: Iterable[Guarded], missing: Iterable[Found], run: str) -> st
         f"# Kernels as {json.dumps(run)} launches them: {PAGE}\n"
         '# oracle = "recorded" compares with the results of the last --update. Better: "oracles:softmax", a '
         "function of\n# the kernel's tensors in float64.\n"
-        'budgets = "gate-budgets.json"\n'
+        f'budgets = "gate-budgets.json"\nrun = {json.dumps(run)}\n'
     ]
     for guard in guards:
         lines = [f"[kernels.{_key(guard.name)}]"]
