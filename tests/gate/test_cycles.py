@@ -12,8 +12,8 @@ from tpkernels.gate.ahead_of_time import CompileJob
 from tpkernels.gate.clock.cost import Cost, Stretch
 from tpkernels.gate.clocking import Examined
 from tpkernels.gate.compile_gate import Checked, Compiled, judge
+from tpkernels.gate.computing import Computed
 from tpkernels.gate.expectations import Budget, as_text, from_text, kept
-from tpkernels.gate.numerics import Computed
 from tpkernels.registered.entries import entry_specs
 
 JOB = CompileJob(replace(next(iter(entry_specs().values())).entry(), rules=()), "sm_90")

@@ -11,10 +11,15 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from tpkernels import __version__
 from tpkernels.cli import SAID_EVERY, BadUse, Progress, bad_use_if, require_packages, written_to
+
+if TYPE_CHECKING:
+    from tpkernels.gate.user_kernels.config import Config
 
 PROCESSES = 2
 PREPARE = "tpkernels.registered.numeric_cases:prepare"
@@ -65,11 +70,10 @@ def main(options: Namespace) -> int:
         raise BadUse("--update and --arch are about compiling: leave --skip compile out")
     require_packages(*PACKAGES)
 
-    from tpkernels.gate import compile_gate, numerics, report
+    from tpkernels.gate import compile_gate, computing, report
     from tpkernels.gate.ahead_of_time import ARCHITECTURES
     from tpkernels.gate.user_kernels.config import read, suite_of
     from tpkernels.gate.user_kernels.record import ConfigError
-    from tpkernels.registered import entries
 
     if options.init is not None:
         from tpkernels.gate.user_kernels import init
@@ -81,7 +85,7 @@ def main(options: Namespace) -> int:
     start = time.perf_counter()
     architectures = ARCHITECTURES if options.arch is None else options.arch.split(",")
     with bad_use_if(compile_gate.UsageError, ConfigError):
-        config = entries.config() if options.config is None else read(options.config)
+        config = _ours() if options.config is None else read(options.config)
         suite = suite_of(config)
         jobs = [] if options.skip == "compile" else compile_gate.jobs_of(suite, architectures, options.only)
         with Progress("compiling", len(jobs), seconds=SAID_EVERY) as step:
@@ -91,13 +95,20 @@ def main(options: Namespace) -> int:
                 checked = compile_gate.check(suite, jobs, PROCESSES, step, *how)
         with Progress("computing", seconds=SAID_EVERY) as step:
             skipped = options.skip == "numerics"
-            computed = [] if skipped else numerics.check(config, options.only, step, PREPARE, options.update)
+            computed = [] if skipped else computing.check(config, options.only, step, PREPARE, options.update)
         if not checked.compiled and not computed:
             where = f" on {options.arch}" if options.arch else ""
             raise BadUse(f"nothing{where} has {options.only!r} in its name")
-        versions = {name: import_module(name).__version__ for name in ("tpkernels", *PACKAGES)}
+        versions = {"tpkernels": __version__} | {name: version(name) for name in PACKAGES}
         seconds = time.perf_counter() - start
         return 1 if report.tell(versions, checked, computed, seconds, options.json) else 0
+
+
+def _ours() -> Config:
+    """The kernels of this package, which take torch to list."""
+    from tpkernels.registered import entries
+
+    return entries.config()
 
 
 def _run(options: Namespace) -> str | None:

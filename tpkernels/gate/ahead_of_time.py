@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
+import json
 import re
 import sys
 import time
@@ -18,7 +19,8 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -71,6 +73,7 @@ class Entry:
     more_options: Mapping[str, Any] = field(default_factory=dict)  # of Triton
     rules: tuple[str, ...] = ()  # that what is compiled of it must keep, see `gate.rules`
     place: str = ""  # file and line of the kernel, where it is a user's
+    sources: str = ""  # a hash of the files that its module comes from; "": not known
 
     @property
     def options(self) -> dict[str, Any]:
@@ -163,10 +166,27 @@ def facts_of(entry: Entry, architecture: str) -> Facts:
 
 def facts_kept(entry: Entry, architecture: str) -> Facts | None:
     """The facts of one entry on one architecture, if they are in the user's cache."""
+    found = facts_of_sources(entry, architecture)
+    if found is None and (found := _facts_at(compile_key(entry, architecture))) and entry.sources:
+        DiskCache.of_user("facts").put(_sources_key(entry, architecture), found.as_json())
+    return found
+
+
+def facts_of_sources(entry: Entry, architecture: str) -> Facts | None:
+    """The same for an entry of a user whose files are as they were: its module is not imported."""
+    return _facts_at(_sources_key(entry, architecture)) if entry.sources else None
+
+
+def _facts_at(key: str) -> Facts | None:
     try:
-        return Facts.from_json(DiskCache.of_user("facts").get(compile_key(entry, architecture)))
+        return Facts.from_json(DiskCache.of_user("facts").get(key))
     except TypeError:  # nothing there
         return None
+
+
+def _sources_key(entry: Entry, architecture: str) -> str:
+    said = {**asdict(entry), "aligned": sorted(entry.aligned), "unspecialised": sorted(entry.unspecialised)}
+    return f"{_versions()} {architecture} {json.dumps(said, sort_keys=True, default=str)}"
 
 
 def machine_code_of(entry: Entry, architecture: str) -> bytes:
@@ -208,6 +228,9 @@ class _Made:
         if self.job.architecture in CLOCKED:  # some tens of kilobytes each
             DiskCache.of_user(CUBINS).put(key, b64encode(zlib.compress(self.code)).decode())
         DiskCache.of_user("facts").put(key, facts.as_json())
+        if self.job.entry.sources:
+            by_sources = _sources_key(self.job.entry, self.job.architecture)
+            DiskCache.of_user("facts").put(by_sources, facts.as_json())
         return facts
 
 
@@ -256,7 +279,6 @@ def _called_by(kernel: Any, seen: dict[int, Any]) -> Iterable[Any]:
 
 def compile_key(entry: Entry, architecture: str) -> str:
     """A hash of what the facts depend on: kernel sources, signature, options, Triton, target, this code."""
-    import triton
     from triton.compiler.compiler import get_cache_invalidating_env_vars, get_cache_key, make_backend
 
     backend = make_backend(gpu_target(architecture))
@@ -265,10 +287,16 @@ def compile_key(entry: Entry, architecture: str) -> str:
     source = ast_source(entry)
     source.attrs = dict(sorted(source.attrs.items()))  # Triton hashes them in the order they come in
     key = get_cache_key(source, backend, options, variables)
+    return hashlib.sha256(f"{_versions()} {architecture} {key}".encode()).hexdigest()
+
+
+@cache
+def _versions() -> str:
+    """Triton's version, and a hash of what reads its results."""
     readers = (disassembly, loops, occupancy, ptx_flow, triton_ir)
     files = (__file__, *(reader.__file__ for reader in readers))
     ours = b"".join(Path(str(file)).read_bytes() for file in files)
-    return hashlib.sha256(f"{triton.__version__} {architecture} {key}".encode() + ours).hexdigest()
+    return f"{version('triton')} {hashlib.sha256(ours).hexdigest()}"
 
 
 def ast_source(entry: Entry) -> ASTSource:

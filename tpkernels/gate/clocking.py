@@ -27,6 +27,7 @@ from tpkernels.gate.ahead_of_time import (
     Entry,
     Facts,
     facts_kept,
+    facts_of_sources,
     facts_together,
     machine_code_of,
 )
@@ -113,6 +114,8 @@ def _examined(
 def remembered(task: ClockedJob) -> Examined | None:
     """What the user's caches have of a task."""
     entry, launching = task.job.entry, task.launching
+    if launching is None and (known := facts_of_sources(entry, task.job.architecture)):
+        return Examined(known)
     if entry.folder or entry.module not in sys.modules:  # one that is not ours may do anything on import
         return None
     try:

@@ -9,8 +9,8 @@ from typing import Any
 
 from tpkernels.gate.clock.cost import Cost
 from tpkernels.gate.compile_gate import Checked, Compiled, UsageError
+from tpkernels.gate.computing import Computed
 from tpkernels.gate.expectations import NAMES, stretches
-from tpkernels.gate.numerics import Computed
 
 # shown if present; the rest of the mix is in the JSON
 SHOWN = (

@@ -21,6 +21,7 @@ from typing import Any
 
 from tpkernels.gate.child import end_with_parent, ending, one_line_error, started
 from tpkernels.gate.user_kernels.entries import Inspected
+from tpkernels.gate.user_kernels.memory import Memory, imported_files
 from tpkernels.gate.user_kernels.record import ConfigError
 from tpkernels.gate.user_kernels.recorded import RECORDED
 from tpkernels.gate.user_kernels.table import registered
@@ -34,7 +35,27 @@ Answer = dict[str, Any]
 def answers(
     program: str, folder: Path | None, items: Sequence[ItemOfChild], variables: dict[str, str] | None = None
 ) -> Iterator[Answer | str]:
-    """The answer to each item, or in words how the process ended over it; what is left goes to a new one."""
+    """The answer to each item, or in words how the process ended over it; what is left goes to a new one.
+
+    Of a user's folder answers are kept in the user's cache for as long as the files of all modules that were
+    imported for them stay the same: then no process starts.
+    """
+    memory = Memory(program, folder, variables or {}) if folder else None
+    known = [memory.of(item) if memory else None for item in items]
+    todo = [item for item, answer in zip(items, known, strict=True) if answer is None]
+    anew = _answers(program, folder, todo, variables)
+    for item, answer in zip(items, known, strict=True):
+        if answer is None:
+            fresh = next(anew)
+            files = fresh.pop("files") if isinstance(fresh, dict) else None
+            yield memory.keep(item, files, fresh) if memory and files and "mistake" not in fresh else fresh
+        else:
+            yield answer
+
+
+def _answers(
+    program: str, folder: Path | None, items: Sequence[ItemOfChild], variables: dict[str, str] | None = None
+) -> Iterator[Answer | str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", program, str(folder or "")]
     todo = list(items)
@@ -64,7 +85,8 @@ def serve(work: Callable[[ItemOfChild], Answer]) -> None:
         except ConfigError as mistake:
             answer = {"mistake": str(mistake)}
         signal.alarm(0)
-        print(json.dumps(answer), file=lines, flush=True)
+        files = imported_files() + answer.get("files", []) if folder else []
+        print(json.dumps({**answer, "files": files}), file=lines, flush=True)
 
 
 def _ending(code: int, last_words: str) -> str:

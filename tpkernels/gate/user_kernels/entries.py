@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
+from typing import TYPE_CHECKING, Any
 
 from tpkernels.gate.ahead_of_time import Constant, Entry, undecorated
 from tpkernels.gate.user_kernels.record import DTYPES, ConfigError, OwnKernel, Values
+
+if TYPE_CHECKING:  # the gate itself, which makes entries, does without torch
+    import torch
+    from torch import Tensor
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Inspected:
     plain: tuple[str, ...]  # which Triton is told nothing of
     unaligned: tuple[str, ...]  # of which it is not told that they are multiples of 16
     place: str = field(default="", compare=False)  # file and line of its `def`
+    sources: str = field(default="", compare=False)  # a hash of all files that it comes from; "": not known
 
     @staticmethod
     def of(kernel: Any, folder: str = "") -> Inspected:
@@ -87,6 +89,7 @@ def entry_of(own: OwnKernel, kernel: Inspected, folder: Path | None) -> Entry:
         more_options=own.options,
         rules=own.rules,
         place=kernel.place,
+        sources=kernel.sources,
     )
 
 
@@ -129,6 +132,8 @@ def _aligned(own: OwnKernel, kernel: Inspected, values: Values | None) -> list[s
 
 def passed(own: OwnKernel, name: str, tensor: Tensor) -> Tensor | TensorDescriptor:
     """A tensor as the kernel's signature wants it."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     block = own.tensors[name].block
     return (
         TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block)) if block else tensor
@@ -137,6 +142,8 @@ def passed(own: OwnKernel, name: str, tensor: Tensor) -> Tensor | TensorDescript
 
 def dtype_of(name: str) -> torch.dtype:
     """name: Triton's"""
+    import torch
+
     found: torch.dtype = getattr(torch, DTYPES[name])
     return found
 
@@ -150,5 +157,7 @@ def constant_of_toml(value: Constant) -> Any:
 
         return getattr(tl, value.removeprefix("tl."), value)
     if isinstance(value, str) and value.startswith("torch."):
+        import torch
+
         return getattr(torch, value.removeprefix("torch."), value)
     return value

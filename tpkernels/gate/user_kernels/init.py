@@ -273,8 +273,8 @@ def _library() -> str:
 
 
 WORKFLOW_TEXT = """\
-# Written by `python -m tpkernels check --init`: kernels on every push, without a GPU. Its versions are those that
-# wrote the budgets; after another `--update` change them alike.
+# Written by `python -m tpkernels check --init`: checks kernels on every push, without a GPU. Its versions are
+# those that wrote the budgets: change them together.
 name: kernels
 
 on:
@@ -349,7 +349,7 @@ def _asked(kernels: list[Found], named: str) -> str:
             "Say by --run what launches them: a script, or a module with arguments, such as your tests:",
             f"  python -m tpkernels check --init {named} --run launches.py",
             f'  python -m tpkernels check --init {named} --run "pytest tests/test_norm.py"',
-            "It needs no GPU: launches are noted, not made. Two sizes tell most: one of whole tiles, one ragged.",
+            "No GPU: launches are noted, not made. Two sizes tell most: whole tiles, and ragged ones.",
         ]
     )
 

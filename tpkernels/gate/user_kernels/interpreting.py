@@ -1,4 +1,4 @@
-"""What Triton's interpreter lacks for kernels of others: libdevice, and run-time numbers such as `eps.to(...)`.
+"""What Triton's interpreter lacks for kernels of others: libdevice, and methods of numbers: `eps.to(...)`.
 
 Upstream a function of libdevice returns None there, and a float stays Python's, which has no `to`.
 """

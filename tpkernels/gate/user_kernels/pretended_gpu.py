@@ -1,4 +1,4 @@
-"""An H100 that is not there, for modules and launchers that ask for a GPU: of the child processes of the gate.
+"""An H100 that is not there, for modules and launchers that ask for a GPU, in child processes of the gate.
 
 Tensors say that they are on it, and lie on the CPU. Nothing computes there: launches are somebody else's.
 """

@@ -11,12 +11,12 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from tpkernels.files import parsed, read_text
+
+if TYPE_CHECKING:  # the gate itself, which reads and writes results, does without torch
+    from torch import Tensor
 
 RECORDED = "recorded"
 SUMS = 16  # the norm of a difference is known to 18 %
@@ -27,7 +27,7 @@ Results = Mapping[str, Mapping[str, Mapping[str, Any]]]  # case -> output -> ske
 
 
 def sketch(tensor: Tensor) -> dict[str, Any]:
-    """What is kept of a result. Integers must be equal: a hash; so must the places without a finite number."""
+    """What is kept of a result. Integers must be equal: a hash. So must places without a finite number."""
     if not tensor.dtype.is_floating_point:
         return {"hash": _hash(tensor)}
     values = tensor.double().flatten()
@@ -50,6 +50,8 @@ def moved(now: Mapping[str, Any], recorded: Mapping[str, Any]) -> float:
 
 
 def _sums(values: Tensor) -> list[float]:
+    import torch
+
     drawn, sums = torch.Generator().manual_seed(_SEED), torch.zeros(SUMS, dtype=torch.float64)
     for part in values.split(_AT_ONCE // SUMS):
         signs = torch.randint(0, 2, (SUMS, part.numel()), generator=drawn, dtype=torch.int8)
@@ -58,6 +60,8 @@ def _sums(values: Tensor) -> list[float]:
 
 
 def _hash(tensor: Tensor) -> str:
+    import torch
+
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 

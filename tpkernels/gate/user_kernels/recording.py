@@ -38,11 +38,13 @@ class Unsaid(Exception):
 
 
 def answered(item: ItemOfChild) -> Answer:
-    """item: the command to "run": "launches.py", "pytest tests/test_norm.py". Returns the launches to keep."""
+    """item: the command to "run", such as "launches.py". Returns the launches to keep."""
     noted = Noted()
     with pretended_gpu(), patch.object(JITFunction, "run", noted.launch):
         ended = _run(shlex.split(item["run"]))
-    return {"launches": list(noted.kept()), "unsaid": noted.unsaid, "ended": ended}
+    script = shlex.split(item["run"])[0]
+    files = [str(Path(script).resolve())] if script.endswith(".py") else []
+    return {"launches": list(noted.kept()), "unsaid": noted.unsaid, "ended": ended, "files": files}
 
 
 def _run(argv: Sequence[str]) -> str:
