@@ -69,7 +69,7 @@ class Values:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnKernel:
-    """The keys of a table in gate.toml and their types; `docs/check-your-kernels.md` explains each."""
+    """The keys of a table in gate.toml and their types; `docs/guard-your-kernels.md` explains each."""
 
     name: str  # the table's: in findings and budgets
     kernel: FunctionPath
