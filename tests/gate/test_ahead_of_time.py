@@ -6,20 +6,24 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import pytest
 
 from tests.gate.samples import entry_of
+from tpkernels.gate import ahead_of_time
 from tpkernels.gate.ahead_of_time import (
     ARCHITECTURES,
     SHARED_LIMIT,
     CompileJob,
     Entry,
     Facts,
+    compile_all,
     compile_key,
     facts_of,
     facts_or_error,
 )
+from tpkernels.gate.causes import changes
 from tpkernels.gate.rules import violations
 from tpkernels.kernels.tiles import KERNELS
 from tpkernels.registered.entries import entry_specs
@@ -129,6 +133,88 @@ def test_key_is_the_same_in_every_process_and_differs_between_entries(compiler):
     ).stdout.split()
     assert found == compiler.run(keys)
     assert len(set(found)) == len(JOBS)
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """The jobs that go to a process together; where one has number 3, its process dies."""
+    started = []
+
+    def here(work, items, processes, report, of_the_dead):
+        started.extend(items)
+        for item in items:
+            report(item)
+        together = work is ahead_of_time.facts_together
+        return [of_the_dead if 3 in (item if together else [item]) else work(item) for item in items]
+
+    monkeypatch.setattr(ahead_of_time, "results_of", here)
+    monkeypatch.setattr(ahead_of_time, "facts_together", lambda jobs: [f"of {job}" for job in jobs])
+    monkeypatch.setattr(ahead_of_time, "_remembered", lambda job: None)
+    return started
+
+
+def test_jobs_of_one_gpu_go_together_and_each_is_reported(batches):
+    jobs = [CompileJob(LINEAR, gpu) for gpu in ("sm_80", "sm_100") for _ in range(20)]
+    told = []
+    assert compile_all(jobs, 2, told.append) == [f"of {job}" for job in jobs]
+    assert [len(some) for some in batches] == [8, 8, 4, 8, 8, 4]
+    assert told == jobs
+    batches.clear()
+    compile_all(jobs[:12], 2, told.append)
+    assert [len(some) for some in batches] == [3] * 4, "two rounds for each process, where there are few"
+
+
+def test_no_process_starts_where_all_is_known(batches, monkeypatch):
+    monkeypatch.setattr(ahead_of_time, "_remembered", lambda job: f"known {job}")
+    told = []
+    assert compile_all([JOBS["amd"]], 2, told.append) == [f"known {JOBS['amd']}"]
+    assert (batches, told) == ([], [JOBS["amd"]])
+
+
+class Numbered(NamedTuple):
+    number: int
+    architecture: str = "sm_80"
+
+    def __eq__(self, other):
+        return self.number == other
+
+    __hash__ = None
+
+
+def test_jobs_beside_one_whose_process_died_are_done_alone(batches):
+    found = compile_all([Numbered(number) for number in range(32)], 2, lambda job: None)
+    assert [number for number, one in enumerate(found) if one == ahead_of_time.DIED] == [3]
+
+
+CAUSES = {  # planted fault -> what it is of, and the first cause that is named
+    "serialised_wgmma": ("linear_descriptor", "severe", "no operand is copied ahead"),
+    "lost_alignment": ("pointer_on_hopper", "severe", "no operand is copied ahead"),
+    "elements_one_by_one": ("elementwise", "worse", "a load is narrower: 48 x 2 bytes instead of 6 x 16"),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_planted_faults_are_told_by_their_cause(told, name):
+    sound, severity, text = CAUSES[name]
+    first = changes(told(sound), told(name), JOBS[name].architecture)[0]
+    assert first.severity == severity
+    assert first.text.startswith(text)
+
+
+LOOPS = {
+    "linear_descriptor": {"loops": 1, "pipeline": (4, 4), "products": 4, "copies": 2},
+    "linear_pointer": {"loops": 1, "pipeline": (2, 2), "products": 32, "copies": 4},
+    "fp8_on_blackwell": {"loops": 1, "pipeline": (4, 4), "products": 4, "copies": 2},
+    "amd": {"loops": 1, "pipeline": (), "products": 0, "copies": 0},
+    "elementwise": {"loops": 0, "pipeline": (), "products": 0, "copies": 0},
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_turn_of_the_loop_is_read_off_compiled_kernels(told, name):
+    facts = told(name)
+    found = {"loops": facts.loops, "pipeline": facts.pipeline}
+    assert found | {kind: facts.loop.get(kind, 0) for kind in ("products", "copies")} == LOOPS[name]
 
 
 def test_compiling_is_refused_where_kernels_are_interpreted():

@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache, partial
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -52,6 +53,7 @@ ARCHITECTURES = tuple(SHARED_LIMIT)
 CLOCKED = ("sm_90",)  # whose machine code `gate.clock` can read, and is kept for it
 CUBINS = "cubins"  # of the user's caches
 DIED = "the compiler died"
+TOGETHER = 8  # jobs, whose machine code is disassembled at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +139,47 @@ class Facts:
 def compile_all(
     jobs: Sequence[CompileJob], processes: int, report: Callable[[CompileJob], None]
 ) -> list[Facts | str]:
-    """The facts of each job, or in words why there are none; `report` hears of each as it is done."""
-    return results_of(facts_or_error, jobs, processes, report, DIED)
+    """The facts of each job, or in words why there are none; `report` hears of each as it is done.
+
+    Without any to do, no process starts. Where there are many, some at a time are disassembled at once; those
+    of a process that died are done one by one.
+    """
+    results: dict[int, Facts | str] = {}
+    for number, job in enumerate(jobs):
+        if (known := _remembered(job)) is not None:
+            results[number] = known
+            report(job)
+    todo = [number for number in range(len(jobs)) if number not in results]
+    size = max(1, min(TOGETHER, len(todo) // (2 * processes)))
+    runs = [[*run] for _, run in groupby(todo, lambda number: jobs[number].architecture)]
+    together = [run[at : at + size] for run in runs for at in range(0, len(run), size)]
+
+    def done(some: Sequence[CompileJob]) -> None:
+        for job in some:
+            report(job)
+
+    if todo:
+        importlib.import_module("torch")  # once for all forks
+    batches = [[jobs[number] for number in batch] for batch in together]
+    found: list[list[Facts | str] | None] = results_of(facts_together, batches, processes, done, None)
+    lost = [number for batch, facts in zip(together, found, strict=True) if facts is None for number in batch]
+    one_by_one = [jobs[number] for number in lost]
+    alone: list[Facts | str] = results_of(facts_or_error, one_by_one, processes, lambda job: None, DIED)
+    for batch, facts in zip(together, found, strict=True):
+        results |= zip(batch, facts or [], strict=False)
+    results |= zip(lost, alone, strict=True)
+    return [results[number] for number in range(len(jobs))]
+
+
+def _remembered(job: CompileJob) -> Facts | None:
+    """What the user's cache has of a job, if that can be told here."""
+    entry = job.entry
+    if entry.folder or entry.module not in sys.modules:  # one that is not ours may do anything on import
+        return facts_of_sources(entry, job.architecture)
+    try:
+        return facts_kept(entry, job.architecture)
+    except Exception:  # kernels are interpreted here, or it cannot be compiled: `facts_or_error` says why
+        return None
 
 
 def facts_or_error(job: CompileJob) -> Facts | str:

@@ -36,13 +36,17 @@ class Change:
     text: str  # "64 to 72 registers: occupancy 50 to 43 %"
     severity: Severity
 
+    def __str__(self) -> str:
+        return f"better: {self.text}" if self.severity == "better" else self.text
+
 
 def changes(before: Facts, after: Facts, architecture: str) -> list[Change]:
     """The worst first; () only if nothing differs that a budget holds."""
     found = [
         *_products(before, after),
-        *_spills(before, after),
         *_pipeline(before, after),
+        *_awaited(before, after),
+        *_spills(before, after),
         *_accesses(before, after),
         *_occupancy(before, after, architecture),
         *_loads(before, after),
@@ -68,7 +72,12 @@ def _products(before: Facts, after: Facts) -> Iterator[Change]:
         yield Change("products", f"{instead} instead of {gone}", "severe" if slower else "better")
     elif now and not was:
         yield Change("products", f"tensor cores are used: {after.count(now[-1])} {now[-1]}", "better")
-    elif after.in_flight < before.in_flight:
+
+
+def _awaited(before: Facts, after: Facts) -> Iterator[Change]:
+    if not any(map(after.count, PRODUCTS)):
+        return
+    if after.in_flight < before.in_flight:
         text = f"products are awaited {'sooner' if after.in_flight else 'one by one'}: "
         text += f"batches in flight {before.in_flight} to {after.in_flight}"
         yield Change("products", text, "worse" if after.in_flight else "severe")
@@ -210,11 +219,10 @@ def _loop(before: Facts, after: Facts) -> Iterator[Change]:
     grown = {kind: pair for kind in loops.KINDS if _has_grown(pair := _counted(kind, before, after, scale))}
     exchanges = [kind for kind in EXCHANGES if kind in grown]
     if exchanges:
-        was, now = map(
-            sum, zip(*(_counted(kind, before, after, scale) for kind in EXCHANGES[:3]), strict=True)
-        )
+        pairs = [_counted(kind, before, after, scale) for kind in EXCHANGES[:3]]
+        moved = [sum(pair) for pair in zip(*pairs, strict=True)]
         barriers = _counted("barriers", before, after, scale)
-        much = now > (1 + MUCH) * was or barriers[1] >= max(2 * barriers[0], barriers[0] + 2)
+        much = moved[1] > (1 + MUCH) * moved[0] or barriers[1] >= max(2 * barriers[0], barriers[0] + 2)
         what = "a round trip through shared memory" if {*exchanges} >= {*EXCHANGES[:2]} else "more exchange"
         text = f"{what} between threads in {where}: {_told(grown, exchanges)}"
         yield Change("exchanges", text, "worse" if much else "note")

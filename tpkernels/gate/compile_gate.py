@@ -1,8 +1,8 @@
-"""The compile gate: every entry on each of its architectures, held to rules, budgets and cycles."""
+"""The compile gate: every entry on each of its architectures, held to rules and budgets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from fnmatch import fnmatchcase
@@ -12,15 +12,9 @@ from typing import NamedTuple
 import triton
 
 from tpkernels.gate import expectations
-from tpkernels.gate.ahead_of_time import ARCHITECTURES, CLOCKED, CompileJob, Entry, Facts
-from tpkernels.gate.clock.cost import Cost
-from tpkernels.gate.clocking import (
-    ClockedJob,
-    Examined,
-    Launching,
-    examine_all,
-)
-from tpkernels.gate.expectations import Budget, Budgets
+from tpkernels.gate.ahead_of_time import ARCHITECTURES, CompileJob, Entry, Facts, compile_all
+from tpkernels.gate.causes import Change
+from tpkernels.gate.expectations import Budgets
 from tpkernels.gate.rules import violations
 
 
@@ -31,12 +25,11 @@ class Compiled:
     job: CompileJob
     facts: Facts | None  # None if it does not compile
     faults: tuple[str, ...] = ()  # whatever the budgets
-    changes: tuple[str, ...] = ()  # against the budget
-    cost: Cost | None = None  # None if it is not clocked
+    changes: tuple[Change, ...] = ()  # against the budget
 
     @property
     def failures(self) -> tuple[str, ...]:
-        return self.faults + self.changes
+        return (*self.faults, *map(str, self.changes))
 
 
 class Checked(NamedTuple):
@@ -58,7 +51,6 @@ class Suite:
     name: str
     entries: Mapping[str, Entry]  # by name
     budgets: Path
-    launching: Callable[[Entry], Launching | None]  # how it is clocked; None: it is not
 
 
 def has_parts(name: str, wanted: str) -> bool:
@@ -92,7 +84,7 @@ def check(
     suite: Suite,
     jobs: Sequence[CompileJob],
     processes: int,
-    report: Callable[[ClockedJob], None],
+    report: Callable[[CompileJob], None],
     update: bool,
     allow_no_budgets: bool = False,
 ) -> Checked:
@@ -109,20 +101,13 @@ def check(
     minor, notes = expectations.minor_version(triton.__version__), list[str]()
     absent = list[str]()
     before = table.get(minor, Budgets())
-    tasks = [
-        ClockedJob(job, suite.launching(job.entry), budget.cost if budget else None)
-        if job.architecture in CLOCKED
-        else ClockedJob(job, None)
-        for job in jobs
-        for budget in [before.of(job.architecture, job.entry.name)]
-    ]
-    results = examine_all(tasks, processes, report)
+    results = compile_all(jobs, processes, report)
     current = {(gpu, name) for name, entry in suite.entries.items() for gpu in entry.architectures}
     if update:
         new = {
-            (job.architecture, job.entry.name): Budget.of(result.facts, _known(result))
+            (job.architecture, job.entry.name): expectations.kept(result)
             for job, result in zip(jobs, results, strict=True)
-            if isinstance(result.facts, Facts)
+            if isinstance(result, Facts)
         }
         provenance = {"triton": triton.__version__, "date": date.today().isoformat(), "by": "check --update"}
         table[minor] = expectations.updated(table.get(minor), new, current, provenance)
@@ -144,15 +129,12 @@ def check(
             )
         elif (written := before.provenance.get("triton")) not in (None, triton.__version__):
             notes.append(
-                f"budgets are of Triton {written}, and this is {triton.__version__}: cycles and instructions "
-                "are not compared"
+                f"budgets are of Triton {written}, and this is {triton.__version__}: only worse code fails"
             )
         if gone := before.keys() - current:
             notes.append(f"{len(gone)} budgets of what is no longer in {suite.name}: --update drops them")
         if allow_no_budgets:
             notes, absent = notes + absent, []
-    if not update and (anew := sum(map(_is_clocked_anew, tasks, results))):
-        notes.append(f"{anew} kernels were clocked anew: --update keeps their cycles for other machines")
     found = table.get(minor)
     judged = [judge(*pair, found, triton.__version__) for pair in zip(jobs, results, strict=True)]
     return Checked(judged, notes, absent)
@@ -162,41 +144,19 @@ def _holds(budgets: Budgets | None, architecture: str) -> bool:
     return budgets is not None and budgets.hold(architecture)
 
 
-def judge(job: CompileJob, result: Examined, budgets: Budgets | None, triton_version: str) -> Compiled:
+def judge(job: CompileJob, result: Facts | str, budgets: Budgets | None, triton_version: str) -> Compiled:
     """Hold a result to the rules of its entry, and to its budget.
 
     Without a table of this Triton for this architecture there are the rules alone.
     """
-    facts, cost = result.facts, _known(result)
-    if isinstance(facts, str):
-        return Compiled(job, None, (f"does not compile: {facts}",))
-    faults, changes = [*violations(job.entry.rules, job.architecture, facts)], list[str]()
-    if isinstance(result.cost, str):
-        faults.append(f"cannot be clocked: {result.cost}")
+    if isinstance(result, str):
+        return Compiled(job, None, (f"does not compile: {result}",))
+    found = list[Change]()
     if budgets is not None and budgets.hold(job.architecture):
         budget = budgets.of(job.architecture, job.entry.name)
-        changes += budget.excesses(facts) if budget else ["no budget yet"]
-        if budget and budgets.provenance.get("triton") == triton_version:
-            changes += _by_the_same_triton(budget, facts, cost, bool(faults or changes))
-    return Compiled(job, facts, tuple(faults), tuple(changes), cost)
-
-
-def _by_the_same_triton(budget: Budget, facts: Facts, cost: Cost | None, is_worse: bool) -> Iterator[str]:
-    """What only the version of Triton that a budget was made with can be held to."""
-    slower = [*expectations.slower(budget.cycles, cost)] if cost else []
-    yield from slower
-    if is_worse or slower:  # which says more
-        return
-    if cost and (faster := ", ".join(expectations.faster(budget.cycles, cost))):
-        yield f"faster: {faster}"
-    if changes := ", ".join(budget.changes(facts)):
-        yield f"other instructions: {changes}"
-
-
-def _is_clocked_anew(task: ClockedJob, result: Examined) -> bool:
-    cost = _known(result)
-    return cost is not None and (task.kept is None or task.kept.program != cost.program)
-
-
-def _known(result: Examined) -> Cost | None:
-    return result.cost if isinstance(result.cost, Cost) else None
+        same = budgets.provenance.get("triton") == triton_version
+        if budget is None:
+            found.append(Change("budget", "no budget yet", "worse"))
+        else:
+            found += expectations.failures(budget, result, job.architecture, same)
+    return Compiled(job, result, (*violations(job.entry.rules, job.architecture, result),), tuple(found))

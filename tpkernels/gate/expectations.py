@@ -1,178 +1,72 @@
-"""Budgets: a table of what each entry may use, per minor version of Triton and architecture.
+"""Budgets: a table of what each entry compiles to, per minor version of Triton and architecture.
 
-Compiling is deterministic, so a budget has no tolerance: shared memory to the byte, registers to the next
-multiple of 8, in which the hardware hands them out. Another minor version of Triton allocates registers
-differently, hence a table of its own for each. Spills are budgeted where no rule forbids them altogether.
-The counts of instructions are no ceilings: any other count is told, by the very version that they come from.
-So are other cycles of a step and of an edge, slower or faster. The clock gives the same cycles for the same
-machine code; what is tolerated is that a few instructions are in another order.
+Compiling is deterministic, so a budget has no tolerance: a row holds the facts, and with the very Triton that
+they are of each difference is a failure, told by its cause (see `causes`). Another patch of Triton orders
+instructions differently: then only what got worse is, and more registers or shared memory. Another minor
+version has a table of its own.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpkernels.files import parsed, read_text
 from tpkernels.gate.ahead_of_time import Facts
+from tpkernels.gate.causes import Change, at_least, changes
 
-if TYPE_CHECKING:
-    from tpkernels.gate.clock.cost import Cost, Stretch
-
-NAMES = ("step", "edge")  # of stretches
-TOLERANCE = 0.03
-LEAST_CHANGE = {"step": 1.0, "edge": 16.0}  # cycles: where other warps hide it, an edge is next to nothing
-LEAST = 0.01  # of a stretch: causes of less are not kept
-
-
-def as_text(stretch: Stretch) -> str:
-    """ "5950 cycles, 4 serial loads; stores 2410; barrier 800": one text, so that an entry has a line."""
-    serial = f", {stretch.serial_loads} serial loads" if stretch.serial_loads else ""
-    cycles = round(stretch.cycles)
-    large = [
-        f"{cause} {spent:.0f}" for cause, spent in stretch.waits.items() if round(spent) >= LEAST * cycles
-    ]
-    return "; ".join([f"{cycles} cycles{serial}", *large])
+NUMBERS = (
+    *("registers", "shared", "stack", "spills", "threads", "blocks", "in_flight"),
+    *("loops", "load_bytes", "load_waits"),
+)
+COUNTS = ("instructions", "loop")
+CEILINGS = ("registers", "shared")  # which another patch of Triton may not pass either
 
 
-def from_text(text: str) -> Stretch:
-    """Return what `as_text` was given, rounded; ValueError for anything else."""
-    from tpkernels.gate.clock.cost import Stretch  # imports Triton, which those who read rules may do without
-
-    head, *large = text.split("; ")
-    cycles, _, serial = head.partition(" cycles")
-    waits = dict(one.rsplit(" ", 1) for one in large)
-    loads = serial.removeprefix(", ").removesuffix(" serial loads")
-    return Stretch(float(cycles), {cause: float(spent) for cause, spent in waits.items()}, int(loads or 0))
+def kept(facts: Facts) -> Facts:
+    """What a row holds: all that `causes` compare."""
+    return from_row(as_row(facts))
 
 
-def slower(before: Mapping[str, Stretch], cost: Cost) -> Iterator[str]:
-    """Each stretch that takes longer, and why: "step 1,040 -> 1,460 cycles: waits for copies"."""
-    for name, was, now in _pairs(before, cost):
-        if now.cycles - was.cycles > max(TOLERANCE * was.cycles, LEAST_CHANGE[name]):
-            yield f"{_change(name, was, now)}: {_cause(was, now)}"
+def as_row(facts: Facts) -> dict[str, int | str]:
+    """Numbers that are not 0, and counts as one text, so that an entry has a line."""
+    numbers = {name: number for name in NUMBERS if (number := getattr(facts, name))}
+    texts = {
+        name: ", ".join(f"{kind} {count}" for kind, count in sorted(getattr(facts, name).items()))
+        for name in COUNTS
+    }
+    pipeline = {"pipeline": " ".join(map(str, facts.pipeline))} if facts.pipeline else {}
+    return numbers | pipeline | texts
 
 
-def faster(before: Mapping[str, Stretch], cost: Cost) -> Iterator[str]:
-    """Each stretch that takes less, as "step 1,040 -> 900 cycles"."""
-    for name, was, now in _pairs(before, cost):
-        if was.cycles - now.cycles > max(TOLERANCE * was.cycles, LEAST_CHANGE[name]):
-            yield _change(name, was, now)
+def from_row(row: Mapping[str, Any]) -> Facts:
+    """What `as_row` kept; KeyError, TypeError or ValueError for anything else."""
+    if unknown := row.keys() - {*NUMBERS, *COUNTS, "pipeline"}:
+        raise KeyError(*unknown)
+    counts = {
+        name: {
+            kind: int(count) for kind, count in (one.rsplit(" ", 1) for one in row[name].split(", ") if one)
+        }
+        for name in COUNTS
+    }
+    nothing: dict[str, Any] = dict.fromkeys(NUMBERS, 0) | {"blocks": None, "instructions": {}, "seconds": 0.0}
+    unheld = dict.fromkeys(("narrow_offsets", "unordered_reads", "unordered_flags"), ())
+    pipeline = tuple(map(int, row.get("pipeline", "").split()))
+    numbers = {name: row[name] + 0 for name in NUMBERS if name in row}
+    return Facts(**nothing | unheld | {"aligned": frozenset(), "pipeline": pipeline} | numbers | counts)
 
 
-def cost_as_texts(cost: Cost) -> dict[str, str]:
-    """A text for each stretch, and one for the rest: rounded, and without small causes."""
-    rest = f"ideal {cost.ideal:g}, start {cost.start:.0f}, resident {cost.resident}, bytes {cost.bytes}"
-    ends = {"launch": f"{rest}, guessed {cost.guessed}, program {cost.program or '-'}"}
-    return {name: as_text(stretch) for name, stretch in stretches(cost).items()} | ends
-
-
-def cost_from_texts(texts: Mapping[str, Any]) -> Cost:
-    """Return what `cost_as_texts` was given, rounded; KeyError or ValueError for anything else."""
-    from tpkernels.gate.clock.cost import Cost
-
-    step = from_text(texts["step"]) if "step" in texts else None
-    rest = dict(one.split() for one in texts["launch"].split(", "))
-    return Cost(
-        step,
-        from_text(texts["edge"]),
-        ideal=float(rest["ideal"]),
-        start=float(rest["start"]),
-        resident=int(rest["resident"]),
-        bytes=int(rest["bytes"]),
-        guessed=int(rest["guessed"]),
-        program=rest["program"].strip("-"),
-    )
-
-
-def kept(cost: Cost) -> Cost:
-    """What the table keeps of a cost."""
-    return cost_from_texts(cost_as_texts(cost))
-
-
-def stretches(cost: Cost) -> dict[str, Stretch]:
-    """By the names that failures call them."""
-    return ({} if cost.step is None else {"step": cost.step}) | {"edge": cost.edge}
-
-
-def _pairs(before: Mapping[str, Stretch], cost: Cost) -> Iterator[tuple[str, Stretch, Stretch]]:
-    after = stretches(cost)
-    for name, was in before.items():
-        if name in after:  # else the kernel has no main loop any more, which its instructions tell
-            yield name, was, after[name]
-
-
-def _change(name: str, was: Stretch, now: Stretch) -> str:
-    return f"{name} {was.cycles:,.0f} -> {now.cycles:,.0f} cycles"
-
-
-def _cause(was: Stretch, now: Stretch) -> str:
-    """Why more cycles are spent than before."""
-    if now.serial_loads > max(was.serial_loads, 1):
-        return f"{now.serial_loads} loads awaited one after the other"
-    grown = {cause: spent - was.waits.get(cause, 0.0) for cause, spent in now.waits.items()}
-    most = max(grown, key=grown.__getitem__, default="")
-    if most and grown[most] > (now.cycles - was.cycles) / 4:
-        return f"waits for {most.removeprefix('scoreboard: ')}"
-    return "more instructions"
-
-
-REGISTER_UNIT = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    registers: int
-    shared: int
-    spills: int = 0
-    instructions: Mapping[str, int] = field(default_factory=dict)  # absent is zero
-    cost: Cost | None = None  # as `kept` rounds it; None: not clocked
-
-    @staticmethod
-    def of(facts: Facts, cost: Cost | None = None) -> Budget:
-        """What the facts need, and no more."""
-        registers = -(-facts.registers // REGISTER_UNIT) * REGISTER_UNIT
-        known = kept(cost) if cost else None
-        return Budget(registers, facts.shared, facts.spills, facts.instructions, known)
-
-    def as_json(self) -> dict[str, int | str]:
-        """Counts of instructions as one text and the cost as three, so that an entry has a line."""
-        counts = ", ".join(f"{name} {count}" for name, count in sorted(self.instructions.items()))
-        numbers: dict[str, int | str] = {"registers": self.registers, "shared": self.shared}
-        spills = {"spills": self.spills} if self.spills else {}
-        clocked = cost_as_texts(self.cost) if self.cost else {}
-        return numbers | spills | clocked | {"instructions": counts}
-
-    @staticmethod
-    def from_json(row: dict[str, Any]) -> Budget:
-        """What `as_json` gave; KeyError, TypeError or ValueError for anything else."""
-        counts = (text.split() for text in row["instructions"].split(", ") if text)
-        instructions = {name: int(count) for name, count in counts}
-        cost = cost_from_texts(row) if "edge" in row else None
-        return Budget(row["registers"], row["shared"], row.get("spills", 0), instructions, cost)
-
-    @property
-    def cycles(self) -> Mapping[str, Stretch]:
-        """Of "step" and "edge", where they are known."""
-        return stretches(self.cost) if self.cost else {}
-
-    def excesses(self, facts: Facts) -> Iterator[str]:
-        """Each number that is over its budget, as "registers 191 > 168"."""
-        for name in ("registers", "shared", "spills"):
-            used, ceiling = getattr(facts, name), getattr(self, name)
-            if used > ceiling:
-                yield f"{name} {used:,} > {ceiling:,}"
-
-    def changes(self, facts: Facts) -> Iterator[str]:
-        """Each count of instructions that is another, as "HGMMA 8, was 4"."""
-        for name in sorted(self.instructions.keys() | facts.instructions.keys()):
-            count, was = facts.count(name), self.instructions.get(name, 0)
-            if count != was:
-                yield f"{name} {count:,}, was {was:,}"
+def failures(budget: Facts, facts: Facts, architecture: str, same_triton: bool) -> list[Change]:
+    """The changes that a budget does not excuse; what got worse says more than the rest."""
+    found = changes(budget, kept(facts), architecture)
+    worse = at_least(found, "worse")
+    if same_triton:
+        return worse or found
+    return [one for one in found if one in worse or one.what in CEILINGS]
 
 
 @dataclass(slots=True)
@@ -180,9 +74,9 @@ class Budgets:
     """The budgets of one minor version of Triton, with where they come from."""
 
     provenance: dict[str, str] = field(default_factory=dict)
-    rows: dict[str, dict[str, Budget]] = field(default_factory=dict)  # architecture -> entry -> budget
+    rows: dict[str, dict[str, Facts]] = field(default_factory=dict)  # architecture -> entry -> as `kept`
 
-    def of(self, architecture: str, entry: str) -> Budget | None:
+    def of(self, architecture: str, entry: str) -> Facts | None:
         return self.rows.get(architecture, {}).get(entry)
 
     def hold(self, architecture: str) -> bool:
@@ -207,7 +101,8 @@ def read(path: Path) -> dict[str, Budgets]:
     try:
         return _parsed(parsed(read_text(path)))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} is no table of budgets ({error!r}): restore it") from error
+        told = f"{path} is no table of budgets of this version ({error!r})"
+        raise ValueError(f"{told}: restore it, or remove it and write it anew with --update") from error
 
 
 def _parsed(table: Any) -> dict[str, Budgets]:
@@ -215,7 +110,7 @@ def _parsed(table: Any) -> dict[str, Budgets]:
         minor: Budgets(
             part["provenance"],
             {
-                architecture: {name: Budget.from_json(row) for name, row in entries.items()}
+                architecture: {name: from_row(row) for name, row in entries.items()}
                 for architecture, entries in part["rows"].items()
             },
         )
@@ -225,7 +120,7 @@ def _parsed(table: Any) -> dict[str, Budgets]:
 
 def updated(
     old: Budgets | None,
-    new: Mapping[tuple[str, str], Budget],
+    new: Mapping[tuple[str, str], Facts],
     current: Collection[tuple[str, str]],
     provenance: dict[str, str],
 ) -> Budgets:
@@ -242,7 +137,7 @@ def updated(
         if (architecture, name) in current
     }
     flat |= new
-    rows: dict[str, dict[str, Budget]] = {}
+    rows: dict[str, dict[str, Facts]] = {}
     for (architecture, name), budget in flat.items():
         rows.setdefault(architecture, {})[name] = budget
     every, begun = {gpu for gpu, _ in current}, {gpu for gpu, _ in new}
@@ -257,7 +152,7 @@ def write(table: Mapping[str, Budgets], path: Path) -> None:
         minor: {
             "provenance": budgets.provenance,
             "rows": {
-                architecture: {name: budget.as_json() for name, budget in entries.items()}
+                architecture: {name: as_row(facts) for name, facts in entries.items()}
                 for architecture, entries in budgets.rows.items()
             },
         }

@@ -7,17 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tpkernels.gate.clock.cost import Cost
 from tpkernels.gate.compile_gate import Checked, Compiled, UsageError
 from tpkernels.gate.computing import Computed
-from tpkernels.gate.expectations import NAMES, stretches
 
 # shown if present; the rest of the mix is in the JSON
 SHOWN = (
     *("HGMMA", "UTCHMMA", "HMMA", "QGMMA", "UTCQMMA", "QMMA", "FFMA", "FFMA2", "v_mfma"),
     *("UTMALDG", "UTMASTG", "UTMAREDG", "LDGSTS", "STL", "LDL"),
 )
-HEADINGS = "regs   shared  blocks  spills   step     edge  instructions"
+HEADINGS = "regs   shared  blocks  spills  ahead  loop  instructions"
 
 
 IF_MEANT = "if these changes are meant, --update makes them the budgets"
@@ -84,12 +82,14 @@ def _print_computed(computed: Sequence[Computed]) -> None:
 
 
 def _failure_lines(checked: Checked, computed: Sequence[Computed]) -> list[str]:
-    """Each finding in a line that can be read alone."""
-    lines = [*checked.absent]
-    for made in checked.compiled:
-        lines += [f"{_at(made.job.entry.place)}entry {made.job}: {failure}" for failure in made.failures]
-    return lines + [
-        f"{_at(one.place)}numerics of {one.case}: {one.failure}" for one in computed if one.failure
+    """Each finding in a line that can be read alone: faults, wrong results, then changes against budgets."""
+    entries = [(f"{_at(made.job.entry.place)}entry {made.job}", made) for made in checked.compiled]
+    wrong = [f"{_at(one.place)}numerics of {one.case}: {one.failure}" for one in computed if one.failure]
+    return [
+        *checked.absent,
+        *(f"{entry}: {fault}" for entry, made in entries for fault in made.faults),
+        *wrong,
+        *(f"{entry}: {change}" for entry, made in entries for change in made.changes),
     ]
 
 
@@ -108,7 +108,6 @@ def _as_json(versions: Mapping[str, str], checked: Checked, computed: Sequence[C
                 "architecture": one.job.architecture,
                 "failures": list(one.failures),
                 "facts": one.facts.as_json() if one.facts else None,
-                "cost": one.cost.as_json() if one.cost else None,
             }
             for one in checked.compiled
         ],
@@ -127,11 +126,6 @@ def _numbers(one: Compiled) -> str:
     mix = " ".join(f"{name} {facts.count(name)}" for name in SHOWN if facts.count(name))
     blocks = "-" if facts.blocks is None else facts.blocks
     taken = f"{facts.registers:>4}  {facts.shared:>7,}  {blocks:>6}  {facts.spills:>6}"
-    return f"{taken}  {_cycles(one.cost)}  {mix}"
-
-
-def _cycles(cost: Cost | None) -> str:
-    """Of a step of the main loop, and of a tile beyond its steps."""
-    known = {} if cost is None else stretches(cost)
-    step, edge = (f"{round(known[name].cycles):,}" if name in known else "-" for name in NAMES)
-    return f"{step:>5}  {edge:>7}"
+    ahead = facts.pipeline[0] if facts.pipeline else "-"
+    loop = facts.loop.get("all", 0) if facts.loops else "-"
+    return f"{taken}  {ahead:>5}  {loop:>4}  {mix}"

@@ -27,7 +27,8 @@ def helper(x):
 @triton.heuristics({"EVEN": lambda given: given["n"] % 64 == 0})
 @triton.jit
 def scale_kernel(
-    x, y, index, bias, n, step, factor, EVEN: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr = tl.float32
+    x, y, index, bias, n, step, factor,
+    EVEN: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr = tl.float32,
 ):
     raise AssertionError("nothing is launched")
 

@@ -11,14 +11,11 @@ from typing import Any
 
 from tpkernels.files import read_text
 from tpkernels.gate.ahead_of_time import Entry
-from tpkernels.gate.clock.workload import Workload
-from tpkernels.gate.clocking import Launching
 from tpkernels.gate.compile_gate import Suite
 from tpkernels.gate.user_kernels import children
 from tpkernels.gate.user_kernels.entries import Inspected, entry_of
 from tpkernels.gate.user_kernels.record import ConfigError, FunctionPath, OwnKernel
 from tpkernels.gate.user_kernels.table import own_kernel
-from tpkernels.gate.user_kernels.workload import OwnWorkload
 
 RECORDING = "tpkernels.gate.user_kernels.recording"
 # what a launch of today says, in place of the table
@@ -132,36 +129,10 @@ def _registered(path: Path) -> Mapping[str, Any]:
     return answer
 
 
-@dataclass(frozen=True, slots=True)
-class ByFunction:
-    """A launching that a function makes where it is clocked: modules of others are imported there alone."""
-
-    place: FunctionPath
-    entry: Entry
-
-    def text(self) -> str:
-        return self._made().text()
-
-    def workload(self) -> Workload:
-        return self._made().workload()
-
-    def _made(self) -> Launching:
-        made: Launching = children.imported_attribute("workload", self.place)(self.entry)
-        return made
-
-
 def suite_of(chosen: Config) -> Suite:
     """The kernels of a config, ready to compile; ConfigError says what is wrong in what it names."""
-    kernels = {own.name: own for own in chosen.kernels}
-
-    def launching(entry: Entry) -> Launching | None:
-        own = kernels[entry.name]
-        if own.workload:
-            return ByFunction(own.workload, entry)
-        return OwnWorkload(own, tuple(entry.arguments)) if own.sizes else None
-
     entries = {entry.name: entry for entry in _entries(chosen)}
-    return Suite(chosen.path.name, entries, chosen.budgets, launching)
+    return Suite(chosen.path.name, entries, chosen.budgets)
 
 
 def _entries(chosen: Config) -> Iterable[Entry]:
