@@ -93,6 +93,7 @@ def main(options: Namespace) -> int:
             if jobs:
                 how = options.update, options.allow_no_budgets
                 checked = compile_gate.check(suite, jobs, PROCESSES, step, *how)
+        checked.notes.extend(config.notes)
         with Progress("computing", seconds=SAID_EVERY) as step:
             skipped = options.skip == "numerics"
             computed = [] if skipped else computing.check(config, options.only, step, PREPARE, options.update)

@@ -33,7 +33,11 @@ outputs = ["y"]
 MISTAKES = {
     "no_toml": ("[kernels.scale]", "[kernels.scale", r": Expected '\]'"),
     "no_kernels": (SOUND, "", r": kernels: expected tables such as"),
-    "key_of_the_file": (SOUND, "budget = 'b.json'" + SOUND, ": budget: unknown; known are budgets, kernels"),
+    "key_of_the_file": (
+        SOUND,
+        "budget = 'b.json'" + SOUND,
+        ": budget: unknown; known are budgets, run, kernels",
+    ),
     "budgets": (SOUND, "budgets = 3" + SOUND, ": budgets: expected the path of a file, got 3"),
     "name": ("kernels.scale]", 'kernels."a scale"]', "a scale: name: expected letters, digits"),
     "unknown_key": ("rules =", "rule =", "scale: rule: unknown; known are kernel, signature, "),

@@ -21,6 +21,10 @@ assert torch.cuda.is_available()
 
 @triton.jit
 def helper(x):
+    return inner(x)
+
+@triton.jit
+def inner(x):
     return x
 
 @triton.autotune([triton.Config({"BLOCK": size}, num_warps=size // 32) for size in (64, 128)], key=["n"])
@@ -111,4 +115,7 @@ def test_a_script_that_compares_results_ends_and_its_launches_count(answer):
 
 def test_kernels_are_found_in_sources_with_who_launches_them(answer):
     found = {one.name: one.host for one in kernels_of(Path(answer["folder"]))}
-    assert found == {"scale_kernel": "scale", "back_kernel": "backward", "odd_kernel": "main"}
+    assert found == {
+        **{"scale_kernel": "by scale()", "back_kernel": "by backward()", "odd_kernel": "by main()"},
+        **{"helper": "by no function here"},
+    }

@@ -36,6 +36,7 @@ class Config:
     kernels: tuple[OwnKernel, ...]
     imported: bool = False  # whether modules may be imported in this process: they are this package's
     cases: FunctionPath | None = None
+    notes: tuple[str, ...] = ()  # how launches of today differ from the tables
 
     @property
     def results(self) -> Path:
@@ -70,7 +71,24 @@ def read(path: Path) -> Config:
     if not isinstance(kernels, Mapping) or not kernels:
         raise ConfigError(f"{path}: kernels", "expected tables such as [kernels.softmax], got none")
     own = tuple(_kernel(path, *pair) for pair in kernels.items())
-    return Config(path, path.parent / budgets, tuple(_as_launched(path, run, own)) if run else own)
+    now = tuple(_as_launched(path, run, own)) if run else own
+    notes = tuple(
+        f"{run!r} launches {was.name} {told}"
+        for was, one in zip(own, now, strict=True)
+        if (told := _otherwise(was, one))
+    )
+    return Config(path, path.parent / budgets, now, notes=notes)
+
+
+def _otherwise(was: OwnKernel, now: OwnKernel) -> str:
+    """What a launch changed: "with num_stages 1, was 2"."""
+    before, after = (
+        {**one.constants, **one.options, "num_warps": one.num_warps, "num_stages": one.num_stages}
+        for one in (was, now)
+    )
+    names = [name for name in before | after if before.get(name) != after.get(name)]
+    changed = ", ".join(f"{name} {after.get(name)}, was {before.get(name)}" for name in names)
+    return f"with {changed}" if changed else ""
 
 
 def _as_launched(path: Path, run: str, kernels: Sequence[OwnKernel]) -> Iterator[OwnKernel]:

@@ -49,7 +49,7 @@ class Found:
 
     name: str
     place: str  # "norm.py:12"
-    host: str  # the function that launches it, or ""
+    host: str  # who launches it: "by norm()"
 
 
 @dataclass
@@ -77,10 +77,11 @@ def folder_of(named: str) -> Path:
 
 
 def kernels_of(folder: Path) -> list[Found]:
-    """Kernels that are launched somewhere in these sources, read without importing them."""
+    """Kernels in these sources, read without importing them: what is under `triton.jit` and no other calls."""
     paths = [folder] if folder.is_file() else sorted(folder.rglob("*.py"))
     defined: dict[str, str] = {}
     hosts: dict[str, str] = {}
+    helpers: set[str] = set()
     for path in paths:
         try:
             tree = ast.parse(path.read_bytes())
@@ -90,14 +91,17 @@ def kernels_of(folder: Path) -> list[Found]:
         for function in ast.walk(tree):
             if not isinstance(function, ast.FunctionDef):
                 continue
-            if any(re.search(r"\bjit\b", ast.unparse(one)) for one in function.decorator_list):
+            is_kernel = any(re.search(r"\bjit\b", ast.unparse(one)) for one in function.decorator_list)
+            if is_kernel:
                 defined.setdefault(function.name, f"{where}:{function.lineno}")
-                continue
             for call in ast.walk(function):
                 match call:
                     case ast.Call(func=ast.Subscript(value=ast.Name(id=name))):
-                        hosts.setdefault(name, function.name)
-    return [Found(name, place, hosts[name]) for name, place in defined.items() if name in hosts]
+                        hosts.setdefault(name, f"by {function.name}()")
+                    case ast.Call(func=ast.Name(id=name)) if is_kernel:
+                        helpers.add(name)
+    names = [name for name in defined if name in hosts or name not in helpers]
+    return [Found(name, defined[name], hosts.get(name, "by no function here")) for name in names]
 
 
 def recorded_launches(folder: Path, home: Path, run: str) -> children.Answer:
@@ -225,7 +229,7 @@ def toml_of(guards: Iterable[Guarded], missing: Iterable[Found], run: str) -> st
         mark = "# " if guard.why_not else ""
         notes = [f"# {note}" for note in ([f"left out: {guard.why_not}"] if guard.why_not else guard.notes)]
         parts.append("\n".join([*notes, *(mark + line for line in lines)]) + "\n")
-    lines = [f"# {one.place}: {one.name}, by {one.host}()" for one in missing]
+    lines = [f"# {one.place}: {one.name}, {one.host}" for one in missing]
     if lines:
         parts.append("\n".join(["# Not launched, so not guarded:", *lines]) + "\n")
     return "\n".join(parts)
@@ -318,7 +322,7 @@ def write(named: str, run: str | None, config: Path, prepare: str, report: Calla
     home, folder = config.absolute().parent, folder_of(named)
     kernels = kernels_of(folder)
     if not kernels:
-        raise InitError(f"no kernel under triton.jit is launched in {folder}")
+        raise InitError(f"there is no kernel under triton.jit in {folder}")
     if run is None:
         raise InitError(_asked(kernels, named))
     answer = recorded_launches(folder, home, run)
@@ -339,11 +343,11 @@ def write(named: str, run: str | None, config: Path, prepare: str, report: Calla
 
 
 def _asked(kernels: list[Found], named: str) -> str:
-    lines = [f"  {one.name} ({one.place}), by {one.host}()" for one in kernels[:SHOWN]]
+    lines = [f"  {one.name} ({one.place}), {one.host}" for one in kernels[:SHOWN]]
     more = [f"  and {len(kernels) - SHOWN} more"] if len(kernels) > SHOWN else []
     return "\n".join(
         [
-            f"{len(kernels)} kernels are launched in {named}:",
+            f"{named} has {len(kernels)} kernels:",
             *lines,
             *more,
             "Say by --run what launches them: a script, or a module with arguments, such as your tests:",
