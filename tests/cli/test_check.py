@@ -82,12 +82,13 @@ def test_update_records_what_exceeded_the_budget_and_drops_what_is_gone(check, c
     table = copy / "tpkernels" / "kernels" / "budgets.json"
     text = table.read_text()
     row = re.compile(rf'("{re.escape(SOUND)}": \{{ [^}}]*"registers": )\d+')
-    gone = '"gone/pointer": { "instructions": "", "registers": 8, "shared": 0 },'
+    gone = '"gone/pointer": { "instructions": "", "loop": "", "registers": 8, "shared": 0 },'
     table.write_text(row.sub(r"\g<1>8", text).replace('"sm_90": {', f'"sm_90": {{ {gone}'))
     arguments = ("--arch", "sm_90", "--skip", "numerics", "--only", SOUND)
     ran = check(*arguments)
     assert ran.returncode == 1
-    assert re.search(rf"^entry {re.escape(SOUND)} on sm_90: registers \d+ > 8$", ran.stdout, re.MULTILINE)
+    told = rf"^entry {re.escape(SOUND)} on sm_90: 8 to \d+ registers, still \d+ blocks an SM$"
+    assert re.search(told, ran.stdout, re.MULTILINE)
     assert "note: 1 budgets of what is no longer in entries.py: --update drops them" in ran.stdout
     assert check(*arguments, "--update").returncode == 0
     ran = check(*arguments)
@@ -96,8 +97,6 @@ def test_update_records_what_exceeded_the_budget_and_drops_what_is_gone(check, c
     minor = minor_version(triton.__version__)
     updated, shipped = read(table)[minor], read(TABLE)[minor]
     assert updated.provenance["triton"] == triton.__version__
-    anew, as_shipped = updated.rows["sm_90"].pop(SOUND), shipped.rows["sm_90"].pop(SOUND)
-    assert (anew.registers, anew.cycles) == (as_shipped.registers, as_shipped.cycles)
     assert updated.rows["sm_90"] == shipped.rows["sm_90"]  # the others are as they were
 
 

@@ -80,6 +80,22 @@ CHANGES = {
         (PRODUCT, replace(PRODUCT, in_flight=0)),
         ("severe", "products are awaited one by one: batches in flight 1 to 0"),
     ),
+    "serialised_by_spills": (
+        (PRODUCT, replace(loop_of(PRODUCT, spills=6), spills=9, in_flight=0)),
+        ("severe", "registers spill in the inner loop: 0 to 6 accesses a turn"),
+    ),
+    "serialised_by_an_operand": (
+        (PRODUCT, replace(PRODUCT, pipeline=(4,), in_flight=0)),
+        ("worse", "2 operands were copied ahead, 1 are"),
+    ),
+    "loads_of_an_epilogue": (
+        (replace(PRODUCT, load_bytes=256), replace(PRODUCT, load_bytes=128)),
+        ("note", "loads in flight 256 to 128 bytes a thread"),
+    ),
+    "a_few_exchanges_more": (
+        (PRODUCT, loop_of(PRODUCT, shared_loads=8, all=104)),
+        ("note", "more exchange between threads in the inner loop: shared loads 4 to 8"),
+    ),
     "tensor_core_lost": (
         (PRODUCT, replace(PRODUCT, instructions={"FFMA": 512})),
         ("severe", "no tensor core instead of 8 HGMMA"),

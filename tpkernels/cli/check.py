@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PROCESSES = 2
 PREPARE = "tpkernels.registered.numeric_cases:prepare"
+OURS = "tpkernels.registered.entries:config"
 PACKAGES = ("triton", "torch", "numpy")
 MOVED = (
     "--bits is no option of `check` any more: in a checkout of the repository run `python -m bench bits`; "
@@ -57,6 +58,14 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     parser.add_argument(
         "--json", type=written_to, metavar="FILE", help="write all facts and findings into FILE"
     )
+    parser.add_argument(
+        "--compare",
+        metavar="WHAT",
+        help="with another Triton, such as triton==3.9.0 or a folder with one, or with a revision",
+    )
+    parser.add_argument(
+        "--format", choices=("text", "markdown", "json", "junit", "github"), help="how --compare prints"
+    )
     parser.add_argument("--update", action="store_true", help="make today's numbers the budgets")
     parser.add_argument(
         "--allow-no-budgets",
@@ -68,7 +77,13 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
 def main(options: Namespace) -> int:
     if options.skip == "compile" and (options.update or options.arch is not None):
         raise BadUse("--update and --arch are about compiling: leave --skip compile out")
+    if options.format and not options.compare:
+        raise BadUse("--format is about --compare")
+    if options.compare and (options.update or options.skip or options.json or options.allow_no_budgets):
+        raise BadUse("--compare looks at no budgets and no numbers: give --config, --arch and --only alone")
     require_packages(*PACKAGES)
+    if options.compare:
+        return _compared(options)
 
     from tpkernels.gate import compile_gate, computing, report
     from tpkernels.gate.ahead_of_time import ARCHITECTURES
@@ -118,3 +133,22 @@ def _run(options: Namespace) -> str | None:
         return input("what launches the kernels (a script, or a module such as `pytest tests`)? ") or None
     run: str | None = options.run
     return run
+
+
+def _compared(options: Namespace) -> int:
+    from tpkernels.gate.ahead_of_time import ARCHITECTURES
+    from tpkernels.gate.compare import Wanted, compare
+    from tpkernels.gate.compile_gate import UsageError
+    from tpkernels.gate.render import FORMATS
+    from tpkernels.gate.user_kernels.config import FAILS, read
+    from tpkernels.gate.user_kernels.record import ConfigError
+
+    architectures = ARCHITECTURES if options.arch is None else options.arch.split(",")
+    wanted = Wanted(options.config, OURS, architectures, options.only, PROCESSES)
+    with bad_use_if(UsageError, ConfigError), Progress("compiling", seconds=SAID_EVERY) as step:
+        fails = FAILS if options.config is None else read(options.config).fails
+        page = compare(options.compare, wanted, fails, step)
+    if not page.rows:
+        raise BadUse(f"nothing has {options.only!r} in its name")
+    print(FORMATS[options.format or "text"](page))
+    return int(any(row.fails for row in page.rows))

@@ -7,7 +7,7 @@ pipeline in twice the blocks, a loop that is unrolled (it is compared by its wor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +25,7 @@ GROWN = 0.1  # of a loop's instructions, or of one kind: more is worse
 NOTED = 0.02
 MUCH = 0.25  # of what threads exchange, or of the waits for loads
 FEWER_LOADS = 0.2  # of the bytes that an SM has in flight
+EXCHANGED = 0.05  # more of the instructions exchange data
 # kinds by which data changes places between threads
 EXCHANGES = ("shared stores", "shared loads", "shuffles", "barriers")
 COSTLY = ("special functions", "conversions")  # with a fraction of the throughput of others
@@ -44,14 +45,14 @@ def changes(before: Facts, after: Facts, architecture: str) -> list[Change]:
     """The worst first; () only if nothing differs that a budget holds."""
     found = [
         *_products(before, after),
-        *_pipeline(before, after),
-        *_awaited(before, after),
         *_spills(before, after),
+        *_pipeline(before, after),
         *_accesses(before, after),
-        *_occupancy(before, after, architecture),
-        *_loads(before, after),
-        *_loop(before, after),
     ]
+    found += _awaited(before, after, at_least(found, "worse"))
+    found += _occupancy(before, after, architecture)
+    found += _loads(before, after)
+    found += _loop(before, after)
     if not found and (others := ", ".join(_counts(before, after))):
         found.append(Change("instructions", f"other instructions: {others}", "note"))
     return sorted(found, key=lambda change: -SEVERITIES.index(change.severity))
@@ -74,13 +75,17 @@ def _products(before: Facts, after: Facts) -> Iterator[Change]:
         yield Change("products", f"tensor cores are used: {after.count(now[-1])} {now[-1]}", "better")
 
 
-def _awaited(before: Facts, after: Facts) -> Iterator[Change]:
+def _awaited(before: Facts, after: Facts, causes: Sequence[Change]) -> Iterator[Change]:
+    """How many batches of products are in flight: with other causes it is their consequence, and no worse."""
     if not any(map(after.count, PRODUCTS)):
         return
     if after.in_flight < before.in_flight:
         text = f"products are awaited {'sooner' if after.in_flight else 'one by one'}: "
         text += f"batches in flight {before.in_flight} to {after.in_flight}"
-        yield Change("products", text, "worse" if after.in_flight else "severe")
+        severity: Severity = "worse" if after.in_flight else "severe"
+        if causes and not at_least(causes, "severe"):
+            severity = "worse"
+        yield Change("products", text, severity)
     elif after.in_flight > before.in_flight:
         yield Change("products", f"batches in flight {before.in_flight} to {after.in_flight}", "better")
 
@@ -187,7 +192,8 @@ def _loads(before: Facts, after: Facts) -> Iterator[Change]:
     text = f"loads in flight {before.load_bytes} to {after.load_bytes} bytes a thread"
     if before.loops == after.loops and was and now:
         if now < (1 - FEWER_LOADS) * was and after.load_bytes < before.load_bytes:
-            yield Change("loads in flight", text, "worse")
+            # beside what is copied ahead they are an epilogue's, and registers that they leave free help it
+            yield Change("loads in flight", text, "note" if after.pipeline else "worse")
         elif now > was / (1 - FEWER_LOADS) and after.load_bytes > before.load_bytes:
             yield Change("loads in flight", text, "better")
     turn = " one after the other"
@@ -222,7 +228,10 @@ def _loop(before: Facts, after: Facts) -> Iterator[Change]:
         pairs = [_counted(kind, before, after, scale) for kind in EXCHANGES[:3]]
         moved = [sum(pair) for pair in zip(*pairs, strict=True)]
         barriers = _counted("barriers", before, after, scale)
-        much = moved[1] > (1 + MUCH) * moved[0] or barriers[1] >= max(2 * barriers[0], barriers[0] + 2)
+        part = (moved[1] - moved[0]) / before.loop[loops.ALL]
+        much = (moved[1] > (1 + MUCH) * moved[0] and part > EXCHANGED) or barriers[1] >= max(
+            2 * barriers[0], barriers[0] + 2
+        )
         what = "a round trip through shared memory" if {*exchanges} >= {*EXCHANGES[:2]} else "more exchange"
         text = f"{what} between threads in {where}: {_told(grown, exchanges)}"
         yield Change("exchanges", text, "worse" if much else "note")

@@ -36,7 +36,7 @@ MISTAKES = {
     "key_of_the_file": (
         SOUND,
         "budget = 'b.json'" + SOUND,
-        ": budget: unknown; known are budgets, run, kernels",
+        ": budget: unknown; known are budgets, run, compare, kernels",
     ),
     "budgets": (SOUND, "budgets = 3" + SOUND, ": budgets: expected the path of a file, got 3"),
     "name": ("kernels.scale]", 'kernels."a scale"]', "a scale: name: expected letters, digits"),

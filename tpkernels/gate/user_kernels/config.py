@@ -11,6 +11,7 @@ from typing import Any
 
 from tpkernels.files import read_text
 from tpkernels.gate.ahead_of_time import Entry
+from tpkernels.gate.causes import SEVERITIES, Severity
 from tpkernels.gate.compile_gate import Suite
 from tpkernels.gate.user_kernels import children
 from tpkernels.gate.user_kernels.entries import Inspected, entry_of
@@ -22,6 +23,7 @@ RECORDING = "tpkernels.gate.user_kernels.recording"
 LAUNCHED = (
     *("signature", "constants", "values", "strides", "grid", "num_warps", "num_stages", "options", "aligned"),
 )
+FAILS: Severity = "worse"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Config:
     path: Path
     budgets: Path
     kernels: tuple[OwnKernel, ...]
+    fails: Severity = FAILS  # the least that makes `check --compare` red
     imported: bool = False  # whether modules may be imported in this process: they are this package's
     cases: FunctionPath | None = None
     notes: tuple[str, ...] = ()  # how launches of today differ from the tables
@@ -61,8 +64,8 @@ def read(path: Path) -> Config:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(str(path), reason) from error
     for key in tables:
-        if key not in ("budgets", "run", "kernels"):
-            raise ConfigError(f"{path}: {key}", "unknown; known are budgets, run, kernels")
+        if key not in ("budgets", "run", "compare", "kernels"):
+            raise ConfigError(f"{path}: {key}", "unknown; known are budgets, run, compare, kernels")
     budgets, run = tables.get("budgets", f"{path.stem}-budgets.json"), tables.get("run", "")
     kernels = tables.get("kernels")
     for key, text, what in (("budgets", budgets, "the path of a file"), ("run", run, "a command")):
@@ -77,7 +80,8 @@ def read(path: Path) -> Config:
         for was, one in zip(own, now, strict=True)
         if (told := _otherwise(was, one))
     )
-    return Config(path, path.parent / budgets, now, notes=notes)
+    fails = _fails(path, tables.get("compare", {}))
+    return Config(path, path.parent / budgets, now, fails, notes=notes)
 
 
 def _otherwise(was: OwnKernel, now: OwnKernel) -> str:
@@ -115,6 +119,15 @@ def _operands(table: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, list[
     """Types, without the blocks of descriptors, which are a config's business, and shapes."""
     kinds = {name: kind.partition("[")[0] for name, kind in table["signature"].items()}
     return kinds, {name: [*shape] for name, shape in table["shapes"].items()}
+
+
+def _fails(path: Path, table: Any) -> Severity:
+    """What [compare] says."""
+    for severity in SEVERITIES[1:]:
+        if table in ({}, {"fails": severity}):
+            return severity if table else FAILS
+    expected = ", ".join(f'"{severity}"' for severity in SEVERITIES[1:])
+    raise ConfigError(f"{path}: compare", f"expected fails = one of {expected}; got {table!r}")
 
 
 def _kernel(path: Path, name: str, table: Any) -> OwnKernel:
