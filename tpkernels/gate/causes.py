@@ -53,6 +53,7 @@ def changes(before: Facts, after: Facts, architecture: str) -> list[Change]:
     found += _occupancy(before, after, architecture)
     found += _loads(before, after)
     found += _loop(before, after)
+    found += _epilogue(before, after)
     if not found and (others := ", ".join(_counts(before, after))):
         found.append(Change("instructions", f"other instructions: {others}", "note"))
     return sorted(found, key=lambda change: -SEVERITIES.index(change.severity))
@@ -249,6 +250,23 @@ def _loop(before: Facts, after: Facts) -> Iterator[Change]:
     elif part < -NOTED:
         text = f"{where} has {-100 * part:.0f} % fewer instructions: {was:.0f} to {now:.0f}"
         yield Change("loop", text, "better")
+
+
+def _epilogue(before: Facts, after: Facts) -> Iterator[Change]:
+    """What is done once a tile. With another pipeline the copies ahead of the loop are others."""
+    if not before.loops or not after.loops or before.pipeline != after.pipeline:
+        return
+    was, now = (one.count("all") - one.loop.get(loops.ALL, 0) for one in (before, after))
+    if now > (1 + GROWN) * was:
+        names = {name for name in after.instructions if "." not in name and name != "all"}
+        grown = {
+            name: pair for name in names if (pair := (before.count(name), after.count(name)))[1] > pair[0]
+        }
+        told = f": {_told(grown, grown)}" if grown else ""
+        text = (
+            f"outside the loop it grew by {100 * (now / was - 1):.0f} %, {_pair(was, now)} instructions{told}"
+        )
+        yield Change("epilogue", text, "worse")
 
 
 def _counted(kind: str, before: Facts, after: Facts, scale: float) -> tuple[int, float]:

@@ -77,7 +77,7 @@ def folder_of(named: str) -> Path:
 
 
 def kernels_of(folder: Path) -> list[Found]:
-    """Kernels in these sources, read without importing them: what is under `triton.jit` and no other calls."""
+    """Kernels in these sources, which are not imported: under `triton.jit`, and called by no other."""
     paths = [folder] if folder.is_file() else sorted(folder.rglob("*.py"))
     defined: dict[str, str] = {}
     hosts: dict[str, str] = {}
