@@ -254,7 +254,13 @@ def _loop(before: Facts, after: Facts) -> Iterator[Change]:
 
 def _epilogue(before: Facts, after: Facts) -> Iterator[Change]:
     """What is done once a tile. With another pipeline the copies ahead of the loop are others."""
-    if not before.loops or not after.loops or before.pipeline != after.pipeline:
+    products = ({*filter(one.count, PRODUCTS)} for one in (before, after))
+    if (
+        not before.loops
+        or not after.loops
+        or before.pipeline != after.pipeline
+        or next(products) != next(products)
+    ):
         return
     was, now = (one.count("all") - one.loop.get(loops.ALL, 0) for one in (before, after))
     if now > (1 + GROWN) * was:
