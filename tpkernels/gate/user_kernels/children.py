@@ -47,8 +47,9 @@ def answers(
     for item, answer in zip(items, known, strict=True):
         if answer is None:
             fresh = next(anew)
-            files = fresh.pop("files") if isinstance(fresh, dict) else None
-            yield memory.keep(item, files, fresh) if memory and files and "mistake" not in fresh else fresh
+            if memory and isinstance(fresh, dict) and "mistake" not in fresh:
+                fresh = memory.keep(item, fresh.pop("files"), fresh)
+            yield fresh
         else:
             yield answer
 

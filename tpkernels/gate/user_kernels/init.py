@@ -185,23 +185,20 @@ def _interpreted(todo: list[Guarded], folder: Path | None, prepare: str) -> Iter
 
 
 ANY = {"fp8e4nv": 0.5, "fp8e5": 0.5}
+STRAYED = ("read outside", "written outside")  # what a kernel does already
 
 
 def _take_results(guard: Guarded, answer: children.Answer | str) -> None:
     """Have results recorded, where the interpreter can compute them."""
     table, fill = guard.table, guard.table.pop("fill", {})
-    failure = answer if isinstance(answer, str) else answer.get("mistake") or ""
-    if isinstance(answer, dict) and "uses" not in answer:
-        failure = failure or answer["failure"]
-    uses = {tuple(use) for use in answer["uses"]} if isinstance(answer, dict) and "uses" in answer else set()
+    told = {"failure": answer} if isinstance(answer, str) else answer
+    uses = {tuple(use) for use in told.get("uses", ())}
     outputs = [name for name in table.get("shapes", {}) if ("written", name) in uses]
-    if failure or not outputs:
-        guard.notes.append(f"compiled only: {failure or 'it writes no tensor'}")
+    if not outputs:
+        why = "it writes no tensor" if uses else told.get("mistake") or told["failure"]
+        guard.notes.append(f"compiled only: {why}")
         return
-    strayed = [
-        one for one in answer["failure"].split("; ") if one.startswith(("read outside", "written outside"))
-    ]
-    guard.notes += strayed
+    guard.notes += [one for one in told["failure"].split("; ") if one.startswith(STRAYED)]
     table |= {"oracle": RECORDED, "outputs": outputs}
     kept = {
         name: fill.get(name, "normal")

@@ -118,15 +118,15 @@ def _beside_recorded(item: ItemOfChild, frames: Frames) -> Answer:
         return {"error": None, "failure": one_line_error(error), "place": place}
     uses = sorted(frames.take_uses())
     sketches = {name: recorded.sketch(tensors[name]) for name in own.outputs}
-    failures, error = frames.take_faults(), 0.0
+    failures, largest = frames.take_faults(), 0.0
     for name in own.outputs if before is not None else ():
         allowed = bounds.get(tensors[name].dtype, 1.0)
         part = recorded.moved(sketches[name], before[name]) / allowed if name in before else float("inf")
-        error = max(error, part)
+        largest = max(largest, part)
         if not part < 1:
             off = f"off by {part:.3g} times the bound from" if part < float("inf") else "not comparable with"
             failures.append(f"{name} is {off} what was recorded")
-    told = {"error": _or_none(error), "failure": "; ".join(failures), "place": place}
+    told = {"error": _or_none(largest), "failure": "; ".join(failures), "place": place}
     return {**told, "sketches": sketches, "uses": uses}
 
 

@@ -28,7 +28,10 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 class _OnTheCpu(TorchFunctionMode):
     """Has tensors say that they are on a GPU, and puts what is meant for one on the CPU."""
 
-    SAID: ClassVar = {Tensor.device.__get__: CUDA, Tensor.is_cuda.__get__: True, Tensor.is_cpu.__get__: False}
+    SAID: ClassVar[dict[Any, object]] = {
+        getattr(Tensor, name).__get__: said
+        for name, said in (("device", CUDA), ("is_cuda", True), ("is_cpu", False))
+    }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.SAID:
@@ -97,11 +100,13 @@ def pretended_gpu() -> Iterator[None]:
         "mem_get_info": (80 << 30, 80 << 30),
         **dict.fromkeys(("_lazy_init", "synchronize", "set_device", "empty_cache", "manual_seed_all")),
     }
-    answers = {name: (lambda *_, answer=answer, **__: answer) for name, answer in said.items()}
-    contexts = dict.fromkeys(("device", "device_of", "stream"), lambda *_: nullcontext())
+    answers: dict[str, Any] = {
+        **{name: (lambda *_, answer=answer, **__: answer) for name, answer in said.items()},
+        **dict.fromkeys(("device", "device_of", "stream"), lambda *_: nullcontext()),
+    }
     triton.runtime.driver.set_active(_Driver())
     with (
-        patch.multiple(torch.cuda, **answers, **contexts),
+        patch.multiple(torch.cuda, **answers),
         patch.object(Autotuner, "_bench", lambda *_, **__: [0.0] * 3),  # so that the first config is taken
         patch.object(BackwardCFunction, "apply", _on_the_cpu(BackwardCFunction.apply)),
         _OnTheCpu(),

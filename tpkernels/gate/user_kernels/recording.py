@@ -142,15 +142,14 @@ def table_of(kernel: Any, arguments: Mapping[str, Any], grid: Any, options: Mapp
 
 
 def _tensor(table: Answer, name: str, value: Tensor | TensorDescriptor) -> None:
+    block = "" if isinstance(value, Tensor) else f"[{', '.join(map(str, value.block_shape))}]"
     tensor: Tensor = value if isinstance(value, Tensor) else value.base
     kind = KINDS.get(tensor.dtype)
     if kind is None or not tensor.numel():
         raise Unsaid(f"{name} is a tensor of {tensor.dtype} and shape {tuple(tensor.shape)}")
     strides = tensor.stride()
     shape = [size if step else 1 for size, step in zip(tensor.shape, strides, strict=True)] or [1]
-    described = isinstance(value, TensorDescriptor)
-    block = f"[{', '.join(map(str, value.block_shape))}]" if described else ""
-    table["signature"][name] = f"tensordesc<{kind}{block}>" if described else f"*{kind}"
+    table["signature"][name] = f"tensordesc<{kind}{block}>" if block else f"*{kind}"
     table["shapes"][name] = shape
     usual = contiguous(tuple(shape))
     if any(size > 1 and step != at for size, step, at in zip(shape, strides, usual, strict=False)):
@@ -163,7 +162,7 @@ def _tensor(table: Answer, name: str, value: Tensor | TensorDescriptor) -> None:
         table["fill"][name] = [int(tensor.min()), int(tensor.max()) + 1]
 
 
-def _kind(value: float) -> str:
+def _kind(value: bool | int | float) -> str:
     if isinstance(value, bool):
         return "i1"
     if isinstance(value, float):
