@@ -92,9 +92,13 @@ def narrow_sums(ttir: str) -> tuple[str, ...]:
             found[f"{kind} ({_user_line(line, places)})"] = None
         code = _LOCATION.sub("", line)
         if code.startswith("}"):
-            carried.pop()
+            del carried[-1:]
         if code.endswith("{"):
-            names = {name for name, _ in _CARRIED.findall(code)} if "iter_args(" in code else set[str]()
+            names = (
+                {name for name, _ in _CARRIED.findall(code)}
+                if "iter_args(" in code or "scf.while" in code
+                else set[str]()
+            )
             carried.append({_REDUCED} if _REDUCED in code else names)
     return tuple(found)
 
