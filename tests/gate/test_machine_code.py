@@ -90,7 +90,7 @@ SUMS = """#loc = loc("/team/norm.py":3:0)
     %turned = scf.for %s = %zero to %n step %c1024 iter_args(%sum = %start) -> (tensor<1024xKIND>)  : i32 {
       %scaled = arith.addf %loaded, %loaded : tensor<1024xf16> loc(#loc1)
       %next = arith.addf %sum, %loaded : tensor<1024xKIND> loc(#loc41)
-      %product = tt.dot %a, %b, PLUS, inputPrecision = tf32 : tensor<32x32xf16> -> tensor<32x32xDOT> loc(#loc3)
+      %product = tt.dot %a, %b, PLUS : tensor<32x32xf16> -> tensor<32x32xDOT> loc(#loc3)
       scf.yield %next : tensor<1024xKIND> loc(#loc1)
     } loc(#loc1)
     %0 = "tt.reduce"(%turned) <{axis = 0 : i32}> ({
@@ -119,9 +119,9 @@ WIDE = {"KIND": "f32", "DOT": "f32", "OVER": "f32", "PLUS": "%sum"}
         ({"KIND": "bf16"}, ("bf16 (norm.py:8)",)),
         ({"OVER": "f16"}, ("fp16 (norm.py:10)",)),
         ({"DOT": "f16"}, ("fp16 (norm.py:7)",)),
-        ({"DOT": "f16", "PLUS": "%start"}, ()),
+        ({"DOT": "f16", "PLUS": "%start"}, ("fp16 (norm.py:7)",)),
     ],
-    ids=["wide", "carried", "carried_bf16", "reduced", "dot", "no_sum"],
+    ids=["wide", "carried", "carried_bf16", "reduced", "dot", "dot_alone"],
 )
 def test_sums_in_16_bits_are_told_by_line(change, told):
     text = SUMS

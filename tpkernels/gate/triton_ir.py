@@ -87,18 +87,16 @@ def narrow_sums(ttir: str) -> tuple[str, ...]:
     for line in map(str.strip, ttir.splitlines()):
         half = _HALF_SUM.search(line)
         handed = {name for around in carried for name in around}
-        if half and handed & {_REDUCED, *_VALUE.findall(line.partition(" = ")[2])}:
+        operands = {_REDUCED, *_VALUE.findall(line.partition(" = ")[2])}
+        if half and ("tt.dot" in line or handed & operands):
             kind = {"f16": "fp16", "bf16": "bf16"}[half[1]]
             found[f"{kind} ({_user_line(line, places)})"] = None
         code = _LOCATION.sub("", line)
         if code.startswith("}"):
             del carried[-1:]
         if code.endswith("{"):
-            names = (
-                {name for name, _ in _CARRIED.findall(code)}
-                if "iter_args(" in code or "scf.while" in code
-                else set[str]()
-            )
+            is_loop = "iter_args(" in code or "scf.while" in code
+            names = {name for name, _ in _CARRIED.findall(code)} if is_loop else set[str]()
             carried.append({_REDUCED} if _REDUCED in code else names)
     return tuple(found)
 
