@@ -254,20 +254,15 @@ def _loop(before: Facts, after: Facts) -> Iterator[Change]:
 
 def _epilogue(before: Facts, after: Facts) -> Iterator[Change]:
     """What is done once a tile. With another pipeline the copies ahead of the loop are others."""
-    products = ({*filter(one.count, PRODUCTS)} for one in (before, after))
-    if (
-        not before.loops
-        or not after.loops
-        or before.pipeline != after.pipeline
-        or next(products) != next(products)
-    ):
+    products = [{*filter(one.count, PRODUCTS)} for one in (before, after)]
+    same = before.pipeline == after.pipeline and products[0] == products[1]
+    if not (before.loops and after.loops and same) or after.spills > before.spills:
         return
     was, now = (one.count("all") - one.loop.get(loops.ALL, 0) for one in (before, after))
     if now > (1 + GROWN) * was:
         names = {name for name in after.instructions if "." not in name and name != "all"}
-        grown = {
-            name: pair for name in names if (pair := (before.count(name), after.count(name)))[1] > pair[0]
-        }
+        pairs = {name: (before.count(name), float(after.count(name))) for name in names}
+        grown = {name: pair for name, pair in pairs.items() if pair[1] > pair[0]}
         told = f": {_told(grown, grown)}" if grown else ""
         text = (
             f"outside the loop it grew by {100 * (now / was - 1):.0f} %, {_pair(was, now)} instructions{told}"
