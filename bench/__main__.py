@@ -14,6 +14,7 @@ COMMANDS = {
     "streams": "what ranks enqueue, run in many orders without a GPU: exit code 1 if one fails",
     "bits": "ops and gradient buckets under schedules that delay and reorder: exit code 1 if a bit differs",
     "invariance": "runs at several tensor-parallel sizes, compared to the bit: exit code 1 if they differ",
+    "record_regressions": "is each kernel told that became slower, and none that did not?",
     "peers": "ours against the libraries that run on a CPU, as a table",
     "buckets": "gradient buckets against both forms of DistributedDataParallel, as a table",
     "gpu": "all that is to be done on a machine with a GPU, in stages",

@@ -69,7 +69,6 @@ LESS = {
     "tpkernels qualify": None,  # tests/cli/test_qualify.py runs this very command
     "tpkernels check --config": None,  # tests/cli/test_check_config.py does
     "tpkernels check --init": None,  # tests/cli/test_check_init.py does
-    "tpkernels clock": None,  # tests/cli/test_clock.py
     "tpkernels train": [
         "--size",
         "hidden_size=16",

@@ -12,7 +12,6 @@ from tpkernels.cli import main
 
 PLAN_OF_A_MODEL = "plan --model llama3-70b --world-size 64 --gpu h100"
 TUNE = "tune --dry-run --shapes"
-KERNEL = "linear/descriptor/bf16/128x256x64-w8-s4-p2-flat/gelu_tanh+bias+z"
 BAD = {  # the beginning of a command: {what is wrong: what is said of it, a regular expression}
     "fly": {"": "invalid choice: 'fly'"},
     "plan": {
@@ -109,18 +108,6 @@ BAD = {  # the beginning of a command: {what is wrong: what is said of it, a reg
         "--bogus": "--bogus",
     },
     "doctor": {"--bogus": "--bogus"},
-    "clock": {
-        "": "required: KERNEL",
-        "linea": "no kernel has 'linea' between slashes in its name",
-        "gfx942/linear": "expected a kernel for sm_90: 'gfx942/linear' is compiled for gfx942",
-    },
-    f"clock {KERNEL}": {
-        "--shape 8192x4096": "expected tokens x out_features x in_features",
-        "--shape axbxc": "got 'axbxc'",
-        "--shape 0x4096x4096": "each from 1 to",
-        "--shape 8192x4096x99999999": "each from 1 to 16,777,216",
-        "--json /nowhere/x.json": "cannot write to",
-    },
     "check": {
         "--bits": "in a checkout of the repository run `python -m bench bits`",
         "--bits --schedules 3 --only row": "in a checkout of the repository run `python -m bench bits`",

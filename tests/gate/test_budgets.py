@@ -37,10 +37,26 @@ def test_rows_are_read_as_they_were_written(facts):
 def test_a_row_is_short():
     assert as_row(FACTS) == {
         **{"registers": 163, "shared": 1000, "in_flight": 1},
-        **{"instructions": "HGMMA 4", "loop": ""},
+        **{"instructions": "HGMMA 4", "loop": "", "rest": ""},
     }
     row = as_row(BUDGETED)
     assert (row["pipeline"], row["loop"]) == ("4 3", "all 100, shared loads 4, work 64")
+
+
+HELD = [*expectations.NUMBERS, *expectations.COUNTS, "pipeline"]
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_difference_of_any_number_is_a_change(name):
+    was = getattr(BUDGETED, name)
+    more = (
+        (*was, 9)
+        if name == "pipeline"
+        else {**was, "STS": 9}
+        if name in expectations.COUNTS
+        else (was or 0) + 9
+    )
+    assert expectations.failures(kept(BUDGETED), replace(BUDGETED, **{name: more}), "gfx942", True)
 
 
 SAID = {  # what is compiled -> failures with the Triton of the budget, and with another patch of it

@@ -13,7 +13,7 @@ import pytest
 from tests.gate.test_causes import PRODUCT, ROWS
 from tpkernels.gate import compare, render
 from tpkernels.gate.ahead_of_time import Facts
-from tpkernels.gate.compare import Compiled, Found
+from tpkernels.gate.compare import FactsOrError, OriginFacts
 from tpkernels.gate.user_kernels.config import read
 from tpkernels.gate.user_kernels.record import ConfigError
 
@@ -21,11 +21,11 @@ ROOT = Path(__file__).parents[2]
 WORSE = "a pipeline of 4 is one of 2"
 
 
-def found(label: str, version: str, **kernels: Facts | str) -> Found:
-    return Found(
+def found(label: str, version: str, **kernels: Facts | str) -> OriginFacts:
+    return OriginFacts(
         label,
         version,
-        {(name, "sm_90"): Compiled(facts, ("kernels.py", 7)) for name, facts in kernels.items()},
+        {(name, "sm_90"): FactsOrError(facts, ("kernels.py", 7)) for name, facts in kernels.items()},
     )
 
 
@@ -160,6 +160,7 @@ def test_a_revision_is_compared_with_the_checkout(repository):
 
 REFUSED = {
     "no_revision": (["--compare", "nowhere"], "--compare: no 'nowhere': git rev-parse"),
+    "no_config": (["--compare", "HEAD", "--config", "new.toml"], "HEAD has no new.toml"),
     "no_such_triton": (["--compare", "triton==0.0.0"], "cannot install triton==0.0.0: ERROR: "),
     "formats_alone": (["--format", "junit"], "--format is about --compare"),
     "budgets": (["--compare", "HEAD", "--update"], "--compare looks at no budgets"),
@@ -169,6 +170,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_compared_is_refused_in_one_line(repository, case):
     words, told = REFUSED[case]
+    (repository / "new.toml").write_text(TABLE)
     ran = checked(repository, *words, PIP_NO_INDEX="1", TPKERNELS_CACHE_DIR=str(repository / "cache"))
     assert ran.returncode == 2
     assert told in ran.stderr

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "plan": "print and draw the groups of a world, or choose them for a model; needs no GPU and no torch",
-    "clock": "predict by a model what a kernel takes; needs no GPU",
     "check": "compile the kernels and compute with them, without a GPU: exit code 1 on a regression",
     "doctor": "look at this installation and say what is wrong with it",
     "qualify": "try kernels and transports on the GPUs of this machine, or on its CPU",

@@ -14,8 +14,6 @@ import json
 import re
 import sys
 import time
-import zlib
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -50,8 +48,6 @@ SHARED_LIMIT: Mapping[str, int] = {
     "gfx942": 65_536,
 }
 ARCHITECTURES = tuple(SHARED_LIMIT)
-CLOCKED = ("sm_90",)  # whose machine code `gate.clock` can read, and is kept for it
-CUBINS = "cubins"  # of the user's caches
 DIED = "the compiler died"
 TOGETHER = 8  # jobs, whose machine code is disassembled at once
 
@@ -113,13 +109,14 @@ class Facts:
     narrow_sums: tuple[str, ...] = ()  # where numbers are added up in 16 bits, see `triton_ir`
     threads: int = 0  # a block; 0: not known
     blocks: int | None = None  # that an SM holds; None: not known
-    cubin: str = ""  # a hash of the machine code, where it is clocked
     pipeline: tuple[int, ...] = ()  # buffers of each operand that is copied ahead of its loop, most first
     # see `loops.Loops`
     loops: int = 0
     loop: Mapping[str, int] = field(default_factory=dict)
     load_bytes: int = 0
     load_waits: int = 0
+    rest: Mapping[str, int] = field(default_factory=dict)
+    tile_loops: int = 0
 
     def count(self, instruction: str) -> int:
         return self.instructions.get(instruction, 0)
@@ -230,17 +227,6 @@ def _sources_key(entry: Entry, architecture: str) -> str:
     return f"{_versions()} {architecture} {json.dumps(said, sort_keys=True, default=str)}"
 
 
-def machine_code_of(entry: Entry, architecture: str) -> bytes:
-    """The cubin of one entry that is clocked: from the user's cache, or compiled and put there."""
-    job = CompileJob(entry, architecture)
-    kept = DiskCache.of_user(CUBINS).get(compile_key(entry, architecture))
-    if isinstance(kept, str):
-        return zlib.decompress(b64decode(kept))
-    made = _made(job)
-    made.kept()
-    return made.code
-
-
 @dataclass(frozen=True, slots=True)
 class _Made:
     """What Triton compiled."""
@@ -264,11 +250,9 @@ class _Made:
         return nvidia_facts(self.compiled, self.seconds, self.job.architecture)
 
     def kept(self) -> Facts:
-        """The facts, put into the user's cache; so is the machine code of what is clocked."""
-        facts, key = self.facts(), compile_key(self.job.entry, self.job.architecture)
-        if self.job.architecture in CLOCKED:  # some tens of kilobytes each
-            DiskCache.of_user(CUBINS).put(key, b64encode(zlib.compress(self.code)).decode())
-        DiskCache.of_user("facts").put(key, facts.as_json())
+        """The facts, put into the user's cache."""
+        facts = self.facts()
+        DiskCache.of_user("facts").put(compile_key(self.job.entry, self.job.architecture), facts.as_json())
         if self.job.entry.sources:
             by_sources = _sources_key(self.job.entry, self.job.architecture)
             DiskCache.of_user("facts").put(by_sources, facts.as_json())
@@ -413,12 +397,13 @@ def nvidia_facts(compiled: Any, seconds: float, architecture: str) -> Facts:
         blocks=min(
             occupancy.blocks_by_limit(architecture, registers, threads, shared).values(), default=None
         ),
-        cubin=hashlib.sha256(code).hexdigest() if architecture in CLOCKED else "",
         pipeline=loops.copied_ahead(compiled.asm["ttgir"]),
         loops=turns.loops,
         loop=turns.mix,
         load_bytes=turns.load_bytes,
         load_waits=turns.load_waits,
+        rest=turns.rest,
+        tile_loops=turns.tile_loops,
     )
 
 
@@ -443,6 +428,8 @@ def _amd(compiled: Any, seconds: float) -> Facts:
         pipeline=loops.copied_ahead(compiled.asm["ttgir"]),
         loops=turns.loops,
         loop=turns.mix,
+        rest=turns.rest,
+        tile_loops=turns.tile_loops,
     )
 
 

@@ -24,8 +24,10 @@ PRODUCTS = ("v_mfma", "HMMA", "QMMA", "HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA")
 GROWN = 0.1  # of a loop's instructions, or of one kind: more is worse
 NOTED = 0.02
 MUCH = 0.25  # of what threads exchange, or of the waits for loads
+LEAST = 16  # instructions of a kind outside the loops
 FEWER_LOADS = 0.2  # of the bytes that an SM has in flight
 EXCHANGED = 0.05  # more of the instructions exchange data
+OTHERS = ("stack", "threads", "blocks", "loops", "tile_loops", "load_bytes", "load_waits")
 # kinds by which data changes places between threads
 EXCHANGES = ("shared stores", "shared loads", "shuffles", "barriers")
 COSTLY = ("special functions", "conversions")  # with a fraction of the throughput of others
@@ -53,7 +55,7 @@ def changes(before: Facts, after: Facts, architecture: str) -> list[Change]:
     found += _occupancy(before, after, architecture)
     found += _loads(before, after)
     found += _loop(before, after)
-    found += _epilogue(before, after)
+    found += _rest(before, after)
     if not found and (others := ", ".join(_counts(before, after))):
         found.append(Change("instructions", f"other instructions: {others}", "note"))
     return sorted(found, key=lambda change: -SEVERITIES.index(change.severity))
@@ -121,7 +123,8 @@ def _pipeline(before: Facts, after: Facts) -> Iterator[Change]:
     if sum(now) < sum(was) and in_all[1] >= in_all[0]:
         yield Change("pipeline", f"{text}, in {blocks[1]} blocks an SM instead of {blocks[0]}", "note")
     else:
-        yield Change("pipeline", text, "worse" if sum(now) < sum(was) else "better")
+        severity: Severity = "severe" if len(now) < len(was) else "worse"
+        yield Change("pipeline", text, severity if sum(now) < sum(was) else "better")
 
 
 def _each(depths: tuple[int, ...]) -> list[str]:
@@ -252,21 +255,21 @@ def _loop(before: Facts, after: Facts) -> Iterator[Change]:
         yield Change("loop", text, "better")
 
 
-def _epilogue(before: Facts, after: Facts) -> Iterator[Change]:
-    """What is done once a tile. With another pipeline the copies ahead of the loop are others."""
-    products = [{*filter(one.count, PRODUCTS)} for one in (before, after)]
-    same = before.pipeline == after.pipeline and products[0] == products[1]
-    if not (before.loops and after.loops and same) or after.spills > before.spills:
+def _rest(before: Facts, after: Facts) -> Iterator[Change]:
+    """What lies outside the inner loops, where both have some: mostly an epilogue."""
+    if not before.loops or not after.loops:
         return
-    was, now = (one.count("all") - one.loop.get(loops.ALL, 0) for one in (before, after))
-    if now > (1 + GROWN) * was:
-        names = {name for name in after.instructions if "." not in name and name != "all"}
-        pairs = {name: (before.count(name), float(after.count(name))) for name in names}
-        grown = {name: pair for name, pair in pairs.items() if pair[1] > pair[0]}
-        told = f": {_told(grown, grown)}" if grown else ""
+    if before.tile_loops == 1 and after.tile_loops == 2:
         text = (
-            f"outside the loop it grew by {100 * (now / was - 1):.0f} %, {_pair(was, now)} instructions{told}"
+            "the loop over tiles is no longer one with that over depth: copies wait for the last tile's end"
         )
+        yield Change("tiles", text, "worse")
+    elif before.tile_loops == 2 and after.tile_loops == 1:
+        yield Change("tiles", "the loop over tiles is one with that over depth", "better")
+    threads = after.threads / before.threads if before.threads and after.threads else 1.0
+    pairs = {kind: (before.rest.get(kind, 0), after.rest.get(kind, 0) * threads) for kind in loops.REST}
+    if grown := {kind: pair for kind, pair in pairs.items() if pair[1] > (1 + MUCH) * pair[0] + LEAST}:
+        text = f"what lies outside the inner loop grew: {_told(grown, grown)}"
         yield Change("epilogue", text, "worse")
 
 
@@ -281,7 +284,7 @@ def _has_grown(pair: tuple[int, float]) -> bool:
 def _told(grown: Mapping[str, tuple[int, float]], kinds: Iterable[str]) -> str:
     """Those that grew most."""
     most = sorted(kinds, key=lambda kind: grown[kind][0] - grown[kind][1])
-    return ", ".join(f"{kind} {grown[kind][0]} to {grown[kind][1]:.3g}" for kind in most[:3])
+    return ", ".join(f"{kind} {grown[kind][0]} to {grown[kind][1]:,.0f}" for kind in most[:3])
 
 
 def _counts(before: Facts, after: Facts) -> Iterator[str]:
@@ -289,6 +292,8 @@ def _counts(before: Facts, after: Facts) -> Iterator[str]:
     for was, now, where in (
         (before.instructions, after.instructions, ""),
         (before.loop, after.loop, " in the loop"),
+        (before.rest, after.rest, " outside"),
+        *(({name: getattr(before, name) or 0}, {name: getattr(after, name) or 0}, "") for name in OTHERS),
     ):
         for name in sorted(was.keys() | now.keys()):
             if was.get(name, 0) != now.get(name, 0):

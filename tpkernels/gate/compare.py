@@ -51,7 +51,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class Origin:
     """Where a side has its Triton and its kernels."""
 
     label: str  # "" for the Triton that it turns out to be
@@ -60,7 +60,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class FactsOrError:
     """What a side made of one kernel."""
 
     facts: Facts | str  # or why there are none
@@ -68,10 +68,10 @@ class Compiled:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class OriginFacts:
     label: str
     triton: str
-    kernels: Mapping[Key, Compiled]
+    kernels: Mapping[Key, FactsOrError]
 
 
 def compare(what: str, wanted: Wanted, fails: Severity, report: Callable[[object], None]) -> Page:
@@ -80,15 +80,15 @@ def compare(what: str, wanted: Wanted, fails: Severity, report: Callable[[object
     fails: the least severity that makes a kernel fail
     """
     with ExitStack() as stack:
-        here = Side("", wanted.config, [PACKAGE.parent])
+        here = Origin("", wanted.config, [PACKAGE.parent])
         if what.startswith("triton=="):
-            other = Side("", wanted.config, [_installed(what), PACKAGE.parent])
+            other = Origin("", wanted.config, [_installed(what), PACKAGE.parent])
         elif (Path(what) / "triton").is_dir():
-            other = Side("", wanted.config, [Path(what).absolute(), PACKAGE.parent])
+            other = Origin("", wanted.config, [Path(what).absolute(), PACKAGE.parent])
         else:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="tpkernels-")))
             other = _revision(what, wanted.config, folder)
-            here = Side("this checkout", wanted.config, here.path)
+            here = Origin("this checkout", wanted.config, here.path)
         before, after = (_compiled(side, wanted, report) for side in (other, here))
     if before.triton != after.triton:  # an upgrade
         before, after = sorted((before, after), key=lambda found: _numbers(found.triton))
@@ -119,7 +119,7 @@ def _installed(requirement: str) -> Path:
     return folder
 
 
-def _revision(revision: str, config: Path | None, folder: Path) -> Side:
+def _revision(revision: str, config: Path | None, folder: Path) -> Origin:
     """The kernels' repository as it was, in a folder; of this package with today's gate."""
     start = PACKAGE if config is None else config.absolute().parent
     top = Path(_git(start, "rev-parse", "--show-toplevel", why=f"{revision!r} is no Triton").decode().strip())
@@ -127,11 +127,14 @@ def _revision(revision: str, config: Path | None, folder: Path) -> Side:
     tar = _git(top, "archive", known.decode().strip(), why=revision)
     subprocess.run(["tar", "-x", "-C", folder], input=tar, check=True)
     if config is not None:
-        return Side(revision, folder / config.absolute().relative_to(top), [PACKAGE.parent])
+        place = folder / config.absolute().relative_to(top)
+        if not place.is_file():
+            raise UsageError(f"{revision} has no {config.absolute().relative_to(top)}")
+        return Origin(revision, place, [PACKAGE.parent])
     gate = folder / PACKAGE.relative_to(top) / "gate"
     shutil.rmtree(gate, ignore_errors=True)
     shutil.copytree(PACKAGE / "gate", gate)
-    return Side(revision, None, [gate.parents[1]])
+    return Origin(revision, None, [gate.parents[1]])
 
 
 def _git(folder: Path, *words: str, why: str) -> bytes:
@@ -142,7 +145,7 @@ def _git(folder: Path, *words: str, why: str) -> bytes:
         raise UsageError(f"--compare: {why}: git {words[0]}: {said.splitlines()[-1]}") from error
 
 
-def _compiled(side: Side, wanted: Wanted, report: Callable[[object], None]) -> Found:
+def _compiled(side: Origin, wanted: Wanted, report: Callable[[object], None]) -> OriginFacts:
     """What the process of a side answers."""
     request = {
         "config": side.config and str(side.config.absolute()),
@@ -154,7 +157,7 @@ def _compiled(side: Side, wanted: Wanted, report: Callable[[object], None]) -> F
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     old = [variables["PYTHONPATH"]] if variables.get("PYTHONPATH") else []
     variables["PYTHONPATH"] = os.pathsep.join([*map(str, side.path), *old])
-    triton, kernels = "", dict[Key, Compiled]()
+    triton, kernels = "", dict[Key, FactsOrError]()
     with started([sys.executable, "-c", _PROGRAM], json.dumps(request), variables) as child:
         for answer in map(json.loads, child.lines_until_end()):
             if "mistake" in answer:
@@ -164,13 +167,13 @@ def _compiled(side: Side, wanted: Wanted, report: Callable[[object], None]) -> F
             elif "name" in answer:
                 facts = answer["error"] or Facts.from_json(answer["facts"])
                 place = (answer["file"], answer["line"]) if answer["file"] else None
-                kernels[answer["name"], answer["architecture"]] = Compiled(facts, place)
+                kernels[answer["name"], answer["architecture"]] = FactsOrError(facts, place)
             else:
                 triton = answer["triton"]
         code, words = child.end(), child.last_words()
     if code:
         raise UsageError(f"{side.label or 'the other side'} cannot be compiled: {words}")
-    return Found(side.label or f"Triton {triton}", triton, kernels)
+    return OriginFacts(side.label or f"Triton {triton}", triton, kernels)
 
 
 def main() -> None:
@@ -217,7 +220,7 @@ def _place(job: CompileJob) -> tuple[str, int]:
     return "", 0
 
 
-def _page(before: Found, after: Found, fails: Severity) -> Page:
+def _page(before: OriginFacts, after: OriginFacts, fails: Severity) -> Page:
     rows = [_row(before, after, key, fails) for key in {**before.kernels, **after.kernels}]
     rows.sort(key=lambda row: not row.fails)
     counts = {
@@ -230,7 +233,7 @@ def _page(before: Found, after: Found, fails: Severity) -> Page:
     return Page(f"{before.label} -> {after.label}", HEADINGS, rows, summary)
 
 
-def _row(before: Found, after: Found, key: Key, fails: Severity) -> Row:
+def _row(before: OriginFacts, after: OriginFacts, key: Key, fails: Severity) -> Row:
     was, now = before.kernels.get(key), after.kernels.get(key)
     place = now.place if now else None
     found = _differences(was, now, before.label, after.label, key[1])
@@ -241,7 +244,7 @@ def _row(before: Found, after: Found, key: Key, fails: Severity) -> Row:
 
 
 def _differences(
-    was: Compiled | None, now: Compiled | None, before: str, after: str, architecture: str
+    was: FactsOrError | None, now: FactsOrError | None, before: str, after: str, architecture: str
 ) -> list[Change]:
     if was is None or now is None:
         return [Change("kernel", f"only {'with' if was else 'since'} {before if was else after}", "note")]

@@ -123,7 +123,7 @@ class Section:
 def disassemble(cubin: bytes) -> str:
     """A listing with control fields, after a line of resource usage: "REG:200 STACK:0 SHARED:1024 ..."."""
     if cubin not in _listings:
-        _listings.clear()  # what was compiled is clocked next: one is enough
+        _listings.clear()  # one is enough
         _listings[cubin] = _usage(cubin) + _run("cuobjdump", "-sass", cubin)
     return _listings[cubin]
 

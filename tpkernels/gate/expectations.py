@@ -21,9 +21,9 @@ from tpkernels.gate.causes import Change, at_least, changes
 
 NUMBERS = (
     *("registers", "shared", "stack", "spills", "threads", "blocks", "in_flight"),
-    *("loops", "load_bytes", "load_waits"),
+    *("loops", "load_bytes", "load_waits", "tile_loops"),
 )
-COUNTS = ("instructions", "loop")
+COUNTS = ("instructions", "loop", "rest")
 CEILINGS = ("registers", "shared")  # which another patch of Triton may not pass either
 
 

@@ -58,6 +58,13 @@ _GCN_WIDTHS = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "short": 2, "byte": 1
 _ALLOCATED = re.compile(r"ttg\.local_alloc : \(\) -> (!ttg\.memdesc<(\d+)x[^>]*mutable>)")
 
 
+# kinds that a loop which is peeled or unrolled otherwise leaves as they are
+REST = (
+    *("loads", "stores", "shuffles", "shared loads", "shared stores"),
+    *("special functions", "conversions", "floats"),
+)
+
+
 class Loops(NamedTuple):
     """What `Facts` hold of the loops."""
 
@@ -67,6 +74,8 @@ class Loops(NamedTuple):
     mix: dict[str, int]
     load_bytes: int  # of plain loads from global memory that a thread has in flight at most
     load_waits: int  # as in `mix`, of the whole kernel
+    rest: dict[str, int]  # instructions of `REST` that are not in `mix`: an epilogue's, mostly
+    tile_loops: int  # around what is stored: 2 where the loop over tiles holds that over depth; 1 if one
 
 
 class _Instruction(NamedTuple):
@@ -99,7 +108,8 @@ def copied_ahead(ttgir: str) -> tuple[int, ...]:
     found = (
         int(depth)
         for kind, depth in _ALLOCATED.findall(ttgir)
-        if f": {kind} ->" in ttgir and "xi64" not in kind  # one is taken by number; barriers are not data
+        # one is taken by number; barriers are not data
+        if "xi64" not in kind and re.search(rf"memdesc_index [^\n]*: {re.escape(kind)} ->", ttgir)
     )
     return tuple(sorted(found, reverse=True))
 
@@ -115,7 +125,8 @@ def access_bytes(opcode: str) -> int:
 
 def _loops(code: Sequence[_Instruction]) -> Loops:
     whole = [number for number, one in enumerate(code) if one.opcode != "NOP"]
-    inner = [_turn(code, loop) for loop in _innermost(code)]
+    every = _all_loops(code)
+    inner = [_turn(code, loop) for loop in every if not _around(loop, every)]
     kinds = [kind_of(one.opcode) for one in code]
     for wanted in (("products",), ("loads", "copies")):  # another loop may be there for sizes of zero
         if found := [path for path in inner if any(kinds[number] in wanted for number in path)]:
@@ -133,9 +144,18 @@ def _loops(code: Sequence[_Instruction]) -> Loops:
         mix[WAITS] += turns[1] - first[1] if inner else first[1]
         most = max(most, turns[0])
     mix[WORK] = products or moved
+    turned = {number for path in inner or [whole] for number in path}
+    rest = [number for number in whole if number not in turned]
+    stores = [number for number in rest if kinds[number] == "stores"]
+    around = [1 + _around(loop, every) for loop in every for number in stores if number in loop.body]
     of_all = _in_flight(code, whole)
     return Loops(
-        len(inner), {name: count for name, count in mix.items() if count}, most or of_all[0], of_all[1]
+        len(inner),
+        {name: count for name, count in mix.items() if count},
+        most or of_all[0],
+        of_all[1],
+        dict(Counter(kinds[number] for number in rest if kinds[number] in REST)),
+        max(around, default=0),
     )
 
 
@@ -219,8 +239,8 @@ def _turning_back(code: Sequence[_Instruction]) -> Iterator[tuple[int, int]]:
                 yield number, after
 
 
-def _innermost(code: Sequence[_Instruction]) -> list[_Loop]:
-    """Loops that hold no other, in order; a loop that only waits for a flag is none, nor is `BRA .`."""
+def _all_loops(code: Sequence[_Instruction]) -> list[_Loop]:
+    """In order; a loop that only waits for a flag is none, nor is `BRA .`."""
     before: dict[int, list[int]] = {}
     for number in range(len(code)):
         for after in _following(code, number):
@@ -235,12 +255,16 @@ def _innermost(code: Sequence[_Instruction]) -> list[_Loop]:
             if number not in body:
                 body.add(number)
                 todo += before.get(number, ())
-    loops = [
+    return [
         _Loop(head, latches[head], frozenset(body))
         for head, body in sorted(bodies.items())
         if any(kind_of(code[number].opcode) in _WORKING for number in body)
     ]
-    return [one for one in loops if not any(other.head in one.body for other in loops if other is not one)]
+
+
+def _around(loop: _Loop, every: Sequence[_Loop]) -> bool:
+    """Whether a loop holds others."""
+    return any(other.head in loop.body for other in every if other is not loop)
 
 
 def _turn(code: Sequence[_Instruction], loop: _Loop) -> list[int]:

@@ -433,7 +433,6 @@ class EntrySpec:
             "options": LAUNCH_OPTIONS,
             "architectures": self.architectures,
             "rules": tuple(rules_of(self, arguments, constants, promised)),
-            "workload": "tpkernels.registered.workload:FromCatalog",
         }
 
     def register(self) -> None:

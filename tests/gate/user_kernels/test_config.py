@@ -1,18 +1,14 @@
-"""Each mistake in a gate.toml is a line that names file, kernel and key; launches that the clock is told."""
+"""Each mistake in a gate.toml is a line that names file, kernel and key."""
 
 from __future__ import annotations
 
 import sys
 
 import pytest
-import torch
 
-from tpkernels.gate.clock.workload import Product
-from tpkernels.gate.user_kernels import workload
 from tpkernels.gate.user_kernels.config import read
-from tpkernels.gate.user_kernels.record import ConfigError, OwnKernel, value_of, whole_number
+from tpkernels.gate.user_kernels.record import ConfigError, value_of, whole_number
 from tpkernels.gate.user_kernels.table import own_kernel
-from tpkernels.gate.user_kernels.workload import OwnWorkload
 
 if sys.version_info < (3, 11):
     pytest.importorskip("tomli")
@@ -33,11 +29,7 @@ outputs = ["y"]
 MISTAKES = {
     "no_toml": ("[kernels.scale]", "[kernels.scale", r": Expected '\]'"),
     "no_kernels": (SOUND, "", r": kernels: expected tables such as"),
-    "key_of_the_file": (
-        SOUND,
-        "budget = 'b.json'" + SOUND,
-        ": budget: unknown; known are budgets, run, compare, kernels",
-    ),
+    "key_of_the_file": (SOUND, "budget = 'b.json'" + SOUND, ": budget: unknown; known are budgets, "),
     "budgets": (SOUND, "budgets = 3" + SOUND, ": budgets: expected the path of a file, got 3"),
     "name": ("kernels.scale]", 'kernels."a scale"]', "a scale: name: expected letters, digits"),
     "unknown_key": ("rules =", "rule =", "scale: rule: unknown; known are kernel, signature, "),
@@ -71,7 +63,14 @@ MISTAKES = {
     "output_of_no_tensor": ('outputs = ["y"]', 'outputs = ["z"]', "outputs: 'z' is no tensor of signature"),
     "no_oracle": ('oracle = "oracles:scale"', "", "outputs: is of use with an oracle only"),
     "integers": ('y = "*bf16"', 'y = "*i32", at = "*i64"', "shapes: lacks 'at'"),
-    "tile_alone": ("outputs", 'tile = { rows = 1, columns = "BLOCK" }\noutputs', "tile: expected two sizes"),
+    "tile": ("outputs", "tile = { rows = 1 }\noutputs", "tile: went together with the model of cycles"),
+    "step": ("outputs", "step = { columns = 64 }\noutputs", "step: went together with the model of cycles"),
+    "workload": ("outputs", "workload = 'a:b'\noutputs", "workload: went together with the model of cycles"),
+    "descriptor": (
+        'x = "*bf16"',
+        'x = "tensordesc<bf16[1, 2, 64]>"',
+        "shapes.x: expected 3 sizes",
+    ),
     "tolerance": ("outputs", "tolerance = { bf16 = 2 }\noutputs", "tolerance.bf16: expected a part of 1"),
     "fill": ("outputs", 'fill = { x = "random" }\noutputs', "fill.x: expected normal, .*got 'random'"),
     "fill_of_floats": ("outputs", "fill = { x = [0, 3] }\noutputs", "fill.x: it holds bf16: expected normal"),
@@ -115,44 +114,6 @@ def test_missing_file_and_another_extension_are_told(tmp_path):
         read(tmp_path / "my-gate.py")
 
 
-def product(**changes) -> OwnKernel:
-    table = {
-        "kernel": "kernels:matmul_kernel",
-        "signature": {"a": "tensordesc<bf16[128, 64]>", "c": "*bf16", "M": "i32", "N": "i32", "K": "i32"},
-        "constants": {"BLOCK": 128},
-        "sizes": {"M": 1000, "N": 2048, "K": 512},
-        "shapes": {"a": ["M", "K"], "c": ["M", "N"]},
-        "grid": ["cdiv(M, BLOCK) * cdiv(N, BLOCK)"],
-        "tile": {"M": "BLOCK", "N": "BLOCK"},
-        "step": {"K": 64},
-    }
-    return own_kernel("matmul", table | changes)
-
-
-def test_tiles_and_steps_are_sizes():
-    own = product()
-    assert own.of_tiles(3, 4) == {"M": 128, "N": 384, "K": 256}
-    assert own.at(own.of_tiles(3, 4)).grid == (3,)
-    persistent = product(grid=["min(cdiv(M, BLOCK) * cdiv(N, BLOCK), processors)"])
-    assert persistent.at(persistent.of_tiles(3, 4), processors=1).grid == (1,)
-    assert own.tensors["a"].block == (128, 64)
-
-
-BAD_TILES = {
-    "no_step": ({"step": {}}, "tile: expected two sizes of a result"),
-    "unknown_size": ({"step": {"L": 64}}, "step: 'L' is none of sizes"),
-    "one_size_twice": ({"step": {"M": 64}}, "step: expected another size"),
-    "other_grid": ({"grid": ["M"]}, "tile: 3 tiles are 128 blocks by grid"),
-    "shape": ({"shapes": {"a": ["M"], "c": ["M", "N"]}}, "shapes.a: expected 2 sizes, as its descriptor has"),
-}
-
-
-@pytest.mark.parametrize(("changes", "told"), BAD_TILES.values(), ids=BAD_TILES)
-def test_mistaken_tiles_are_told(changes, told):
-    with pytest.raises(ConfigError, match=f"^{told}"):
-        product(**changes)
-
-
 def test_expressions_are_arithmetic_alone():
     names = {"M": 300, "x": 0.5}
     assert value_of("-cdiv(M, 128) * 2 + M % 7 - max(M // 100, 1)", names) == -6 + 6 - 3
@@ -164,51 +125,3 @@ def test_expressions_are_arithmetic_alone():
             value_of(bad, names)
     with pytest.raises(ValueError, match="has no value"):
         value_of("cdiv(M)", names)
-
-
-ARGUMENTS = ("a", "c", "M", "N", "K")
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """What would be launched, instead of it."""
-    monkeypatch.setattr(workload, "launch_of", lambda built, values, *rest: (values, *rest))
-
-
-def test_a_product_is_launched_in_tiles_and_steps_and_a_persistent_grid_asks_for_processors(launched):
-    of = OwnWorkload(product(), ARGUMENTS).workload()
-    assert of.product == Product(128, 128, 64, itemsize=2)
-    assert of.shape == (1000, 2048, 512)
-    assert of.tiles == 8 * 16
-    assert of.traffic == 2 * (1000 * 512 + 1000 * 2048)
-    assert not of.persistent
-    (a, c, *numbers), grid = of.on_one(None, 3, 4)
-    assert numbers == [128, 384, 256]
-    assert (list(a.shape), list(a.strides), a.block_shape) == ([128, 256], [256, 1], [128, 64])
-    assert (c.shape, c.dtype, c.device.type) == ((128, 384), torch.bfloat16, "meta")
-    assert grid == (3,)
-    own = product(grid=["min(cdiv(M, BLOCK) * cdiv(N, BLOCK), processors)"])
-    of = OwnWorkload(own, ARGUMENTS).workload()
-    assert of.persistent
-    assert of.on_one(None, 6, 4)[1] == (1,)
-
-
-def test_kernel_without_tiles_is_launched_in_blocks(launched):
-    table = {
-        "kernel": "kernels:row_kernel",
-        "signature": {"x": "*fp32", "scale": "fp32"},
-        "sizes": {"rows": 4096, "columns": 512},
-        "shapes": {"x": ["rows", "columns"]},
-        "strides": {"x": ["columns + 8", 1]},
-        "values": {"scale": 2},
-        "grid": ["rows"],
-    }
-    of = OwnWorkload(own_kernel("row", table), ("x", "scale")).workload()
-    assert (of.product, of.shape, of.tiles) == (None, (0, 0, 0), 4096)
-    (x, scale), grid, blocks = of.on_one(None, 10, 0)
-    assert (x.shape, x.stride(), scale, grid, blocks) == ((4096, 512), (520, 1), 2.0, (4096,), 10)
-
-
-def test_same_table_is_the_same_launch_in_every_process():
-    assert OwnWorkload(product(), ARGUMENTS).text() == OwnWorkload(product(), ARGUMENTS).text()
-    assert OwnWorkload(product(), ARGUMENTS).text() != OwnWorkload(product(num_warps=8), ARGUMENTS).text()

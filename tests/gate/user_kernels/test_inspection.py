@@ -62,7 +62,6 @@ NAMED = {  # changes of the table -> what is told
     "no_jit": ({"kernel": "kernels:helper"}, "kernel: expected a function under triton.jit, .* a function"),
     "no_oracle": ({"oracle": "kernels:ref"} | ORACLE, "oracle: module 'kernels' .* has no 'ref'"),
     "number": ({"oracle": "kernels:number"} | ORACLE, "oracle: expected a function, .* is a int"),
-    "number_for_a_workload": ({"workload": "kernels:number"}, "workload: expected a function, .* is a int"),
     "gluon": ({"kernel": "glued:scale"}, "kernel: glued:scale is written in Gluon, which is not checked"),
     "dying": ({"kernel": "dying:scale"}, "kernel: importing 'dying' ended its process with exit code 9"),
 }

@@ -143,9 +143,9 @@ def _inspected(item: ItemOfChild) -> Answer:
         )
     if kernel.is_gluon():
         raise ConfigError("kernel", f"{item['kernel']} is written in Gluon, which is not checked")
-    for key in ("oracle", "workload"):
-        if item[key] not in (None, RECORDED) and not callable(function := imported_attribute(key, item[key])):
-            raise ConfigError(key, f"expected a function, {item[key]} is {_kind(function)}")
+    place = item["oracle"]
+    if place not in (None, RECORDED) and not callable(function := imported_attribute("oracle", place)):
+        raise ConfigError("oracle", f"expected a function, {place} is {_kind(function)}")
     return asdict(Inspected.of(kernel, sys.argv[1] if len(sys.argv) > 1 else ""))
 
 

@@ -81,14 +81,11 @@ class OwnKernel:
     options: Mapping[str, Constant] = field(default_factory=dict)  # more options of Triton
     architectures: tuple[str, ...] = ("sm_90",)
     rules: tuple[str, ...] = DEFAULT_RULES
-    sizes: Mapping[str, int] = field(default_factory=dict)  # of a real launch, which is clocked
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of a real launch: what is aligned there
     shapes: Mapping[str, tuple[Expression, ...]] = field(default_factory=dict)
     strides: Mapping[str, tuple[Expression, ...]] = field(default_factory=dict)  # absent: contiguous
     values: Mapping[str, Expression] = field(default_factory=dict)  # absent: the size of the same name
     grid: tuple[Expression, ...] = ()
-    tile: Mapping[str, Expression] = field(default_factory=dict)  # of products: size -> what a block computes
-    step: Mapping[str, Expression] = field(default_factory=dict)  # size -> what a turn of the loop takes
-    workload: FunctionPath | None = None  # entry -> how it is clocked, where `sizes` cannot say it
     oracle: FunctionPath | None = None
     oracle_sizes: tuple[Mapping[str, int], ...] = ()  # to compute at; (): `sizes`
     outputs: tuple[str, ...] = ()
@@ -108,20 +105,6 @@ class OwnKernel:
     def as_table(self) -> dict[str, Any]:
         """What gate.toml says, as `own_kernel` takes it."""
         return {key: value for key, value in asdict(self).items() if key != "name" and value is not None}
-
-    @property
-    def blocks(self) -> dict[str, int]:
-        """What `tile` and `step` say in numbers: two sizes of the result, then depth; {}: no products."""
-        return {
-            name: _told(f"{key}.{name}", whole_number, one, self._constants, 1)
-            for key in ("tile", "step")
-            for name, one in getattr(self, key).items()
-        }
-
-    def of_tiles(self, tiles: int, steps: int) -> dict[str, int]:
-        """Sizes of a result of so many tiles, side by side, each of so many steps."""
-        (rows, block_rows), (cols, block_cols), (depth, block_depth) = self.blocks.items()
-        return {**self.sizes, rows: block_rows, cols: tiles * block_cols, depth: steps * block_depth}
 
     @property
     def _constants(self) -> dict[str, Numeric]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -25,6 +24,7 @@ from tpkernels.gate.user_kernels.record import (
 from tpkernels.gate.user_kernels.recorded import RECORDED
 
 SCALARS = ("i1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "fp16", "bf16", "fp32", "fp64")
+GONE = ("tile", "step", "workload")  # keys of other days
 FILLS = ("normal", "uniform", "zeros", "ones")
 _PLACE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")  # "module.of.it:function"
 _NAME = re.compile(r"[A-Za-z0-9][\w.+=-]*(/[\w.+=-]+)*")
@@ -36,6 +36,8 @@ def own_kernel(name: str, table: Mapping[str, Any]) -> OwnKernel:
     if not _NAME.fullmatch(name):
         raise ConfigError("name", f"expected letters, digits and _ . + = - / only, got {name!r}")
     for key in table:
+        if key in GONE:
+            raise ConfigError(key, "went together with the model of cycles that needed it: remove it")
         if key not in _TYPES:
             raise ConfigError(key, f"unknown; known are {', '.join(_TYPES)}")
     for key in ("kernel", "signature"):
@@ -104,8 +106,6 @@ def _check_launch(own: OwnKernel) -> None:
             if size < 1:
                 raise ConfigError("sizes", f"expected {name} of 1 or more, got {size}")
         _check_descriptors(own, own.at(sizes))
-    if own.tile or own.step:
-        _check_tile(own)
 
 
 def _check_descriptors(own: OwnKernel, values: Values) -> None:
@@ -118,21 +118,6 @@ def _check_descriptors(own: OwnKernel, values: Values) -> None:
         if step != 1 or any(pitch * kind.bits % 128 for pitch in pitches):
             told = f"a descriptor wants 16-byte units beside each other, got {(*pitches, step)}"
             raise ConfigError(f"strides.{name}", told)
-
-
-def _check_tile(own: OwnKernel) -> None:
-    if (len(own.tile), len(own.step)) != (2, 1):
-        example = "tile = { M = 128, N = 128 }, step = { K = 64 }"
-        raise ConfigError("tile", f"expected two sizes of a result, and one of its depth in step: {example}")
-    for name in own.blocks:
-        if name not in own.sizes:
-            raise ConfigError("tile" if name in own.tile else "step", f"{name!r} is none of sizes")
-    if len(own.blocks) < 3:
-        raise ConfigError("step", "expected another size than those of tile")
-    blocks = prod(own.at(own.of_tiles(3, 2), processors=2).grid)
-    if blocks not in (2, 3):
-        told = "expected a block for each, or one a processor (`processors` in grid)"
-        raise ConfigError("tile", f"3 tiles are {blocks} blocks by grid: {told}")
 
 
 def _check_oracle(own: OwnKernel) -> None:
@@ -210,9 +195,6 @@ def register(
     strides: Mapping[str, Sequence[Expression]] | None = None,
     values: Mapping[str, Expression] | None = None,
     grid: Sequence[Expression] | None = None,
-    tile: Mapping[str, Expression] | None = None,
-    step: Mapping[str, Expression] | None = None,
-    workload: Callable[..., Any] | str | None = None,
     oracle: Callable[..., Any] | str | None = None,
     oracle_sizes: Sequence[Mapping[str, int]] | None = None,
     outputs: Sequence[str] | None = None,
@@ -235,8 +217,6 @@ def register(
     shapes, strides: of each tensor, numbers or expressions: ("rows", "cdiv(columns, 2)"); else contiguous
     values: of each other argument, unless a size has its name
     grid: one to three numbers or expressions, which may use `processors`
-    tile, step: of a product, what a block computes of two sizes, and a turn of its loop takes of a third
-    workload: gets an entry, returns a `gate.clocking.Launching`: where `sizes` cannot say what is clocked
     oracle: gets tensors in float64 and numbers by its parameters' names; returns the expected outputs;
         or "recorded": they are compared with those of the last `--update`
     oracle_sizes: at which the kernel is interpreted; else `sizes`
@@ -250,8 +230,7 @@ def register(
     if not callable(wrapped):
         raise ValueError(f"register: expected a kernel under triton.jit, got {kernel!r}")
     said["kernel"] = f"{wrapped.__module__}:{wrapped.__name__}"
-    for key in ("oracle", "workload"):
-        said[key] = _place(said[key]) if callable(said[key]) else said[key]
+    said["oracle"] = _place(oracle) if callable(oracle) else oracle
     table = {key: value for key, value in said.items() if value is not None and key != "name"}
     own = own_kernel(name or wrapped.__name__, table)
     if own.name in _registered:

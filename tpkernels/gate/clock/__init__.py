@@ -1,1 +1,0 @@
-"""What a compiled sm_90 kernel costs in cycles, without a GPU: a model, which measures nothing."""
