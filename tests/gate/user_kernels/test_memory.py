@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tpkernels.gate.user_kernels import children, memory
+from tpkernels.gate.user_kernels import children
 from tpkernels.gate.user_kernels.children import answers
 
 KERNELS = """
@@ -30,7 +30,6 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def asked(folder: Path, item: dict[str, object] = ITEM) -> children.Answer | str:
-    memory._content.cache_clear()  # a command looks at each file once
     (answer,) = answers(children.__name__, folder, [item])
     return answer
 

@@ -73,12 +73,18 @@ def _digest(files: Sequence[str]) -> str:
     return hashlib.sha256("".join(f"{file} {_content(file)}\n" for file in files).encode()).hexdigest()
 
 
-@cache
 def _content(file: str) -> str:
     try:
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        found = os.stat(file)
+        return _hash(file, found.st_mtime_ns, found.st_size)
     except OSError:
         return "absent"
+
+
+@cache
+def _hash(file: str, changed: int, size: int) -> str:
+    """Of a file that was not written since, in this process."""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 @cache
