@@ -37,6 +37,11 @@ FAULTS = {  # file, edit, finding
         ("BLOCK=triton", "num_warps=1, BLOCK=triton"),
         "note: 'launches.py' launches softmax_kernel with num_warps 1, was 4",
     ),
+    "results": (
+        "gate-results.json",
+        (' "softmax_kernel": {', ' "other": {'),
+        r"kernels\.py:7: numerics of softmax_kernel: no results are recorded of it: --update records today's",
+    ),
     "shapes": (
         "launches.py",
         ("(7, 1000)", "(7, 992)"),
