@@ -12,8 +12,8 @@ from tpkernels.gate import compile_gate, expectations, report
 from tpkernels.gate.ahead_of_time import ARCHITECTURES
 from tpkernels.gate.causes import Change
 from tpkernels.gate.compile_gate import Checked, Compiled, CompileJob, Suite, judge
+from tpkernels.gate.computing import Computed
 from tpkernels.gate.expectations import as_row, from_row, kept
-from tpkernels.gate.numerics import Computed
 from tpkernels.kernels import triton_versions
 from tpkernels.registered.entries import catalog, entry_specs
 from tpkernels.registered.names import TABLE

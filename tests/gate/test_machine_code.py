@@ -85,6 +85,51 @@ def test_narrow_offsets_are_followed_to_their_product(offset, following, narrow)
     assert triton_ir.aligned_arguments(text) == {"x"}
 
 
+SUMS = """#loc = loc("/team/norm.py":3:0)
+#loc15 = loc("/team/norm.py":10:26)
+    %turned = scf.for %s = %zero to %n step %c1024 iter_args(%sum = %start) -> (tensor<1024xKIND>)  : i32 {
+      %scaled = arith.addf %loaded, %loaded : tensor<1024xf16> loc(#loc1)
+      %next = arith.addf %sum, %loaded : tensor<1024xKIND> loc(#loc41)
+      %product = tt.dot %a, %b, PLUS : tensor<32x32xf16> -> tensor<32x32xDOT> loc(#loc3)
+      scf.yield %next : tensor<1024xKIND> loc(#loc1)
+    } loc(#loc1)
+    %0 = "tt.reduce"(%turned) <{axis = 0 : i32}> ({
+    ^bb0(%arg3: OVER loc(unknown), %arg4: OVER loc(unknown)):
+      %7 = arith.addf %arg3, %arg4 : OVER loc(#loc54)
+      tt.reduce.return %7 : OVER loc(#loc1)
+    }) : (tensor<1024xOVER>) -> OVER loc(#loc1)
+    %8 = arith.addf %0, %0 : f16 loc(#loc1)
+#loc1 = loc("/team/norm.py":99:9)
+#loc3 = loc("/team/norm.py":7:20)
+#loc10 = loc("/team/norm.py":8:13)
+#loc14 = loc("/usr/lib/triton/language/standard.py":293:36)
+#loc16 = loc("/usr/lib/triton/language/standard.py":263:15)
+#loc41 = loc("t"(#loc10))
+#loc44 = loc(callsite(#loc14 at #loc15))
+#loc54 = loc(callsite(#loc16 at #loc44))
+"""
+WIDE = {"KIND": "f32", "DOT": "f32", "OVER": "f32", "PLUS": "%sum"}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, ()),
+        ({"KIND": "f16"}, ("fp16 (norm.py:8)",)),
+        ({"KIND": "bf16"}, ("bf16 (norm.py:8)",)),
+        ({"OVER": "f16"}, ("fp16 (norm.py:10)",)),
+        ({"DOT": "f16"}, ("fp16 (norm.py:7)",)),
+        ({"DOT": "f16", "PLUS": "%start"}, ("fp16 (norm.py:7)",)),
+    ],
+    ids=["wide", "carried", "carried_bf16", "reduced", "dot", "dot_alone"],
+)
+def test_sums_in_16_bits_are_told_by_line(change, told):
+    text = SUMS
+    for name, value in (WIDE | change).items():
+        text = text.replace(name, value)
+    assert triton_ir.narrow_sums(text) == told
+
+
 BRANCHES = """
   tt.func public @kernel(%x: !tt.ptr<bf16> loc("x"(#loc)), %n: i32, %flag: i1) {
     %zero = arith.constant 0 : i32 loc(#loc1)

@@ -23,6 +23,7 @@ def with_mix(text: str) -> Facts:
 SOUND = with_mix("HGMMA 4, UTCHMMA 4, v_mfma 4, LDGSTS.128 3, UTMALDG 2, UTMASTG 1")
 FULL = replace(SOUND, registers=128, shared=113 * 1024)  # two of which fit an SM
 NARROW = replace(SOUND, narrow_offsets=("%7",))
+HALF = replace(SOUND, narrow_sums=("fp16 (norm.py:12)",))
 IDLE, OLDER, MIXED = map(with_mix, ("FFMA 9", "HGMMA 4, HMMA 8", "HMMA 1, FFMA 9, v_mfma 1"))
 FP8 = replace(with_mix("QGMMA 4, QGMMA.RZ 1, QGMMA.gsb0 1"), in_flight=0)  # promoted
 FP8_ALONE = replace(with_mix("QGMMA 4, QGMMA.RZ 1, QGMMA.gsb0 4"), in_flight=0)
@@ -56,6 +57,7 @@ BROKEN = {  # rule, facts, architecture, where it is not asked for, what is told
     "idle_on_amd": ("true_fp32", IDLE, AMD, "sm_80", "no v_mfma"),
     "descriptors": ("descriptors", with_mix("LDG 9"), "sm_100", "sm_120", "no UTMALDG"),
     "wide_offsets": ("wide_offsets", NARROW, "sm_80", None, "32-bit product in an address"),
+    "wide_sums": ("wide_sums", HALF, "sm_80", None, "sum in fp16 (norm.py:12): rounded to 16 bits at"),
     "reads": ("reads_after_flags", replace(SOUND, unordered_reads=("early",)), "sm_90", None, "early"),
     "flags": ("flags_after_rows", replace(SOUND, unordered_flags=("early",)), "sm_90", None, "early"),
     "aligned": ("aligned:w,x,y,a", SOUND, "sm_80", None, "16-byte alignment lost: a, y"),

@@ -7,13 +7,19 @@ a user's.
 
 from __future__ import annotations
 
+import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from tpkernels import __version__
 from tpkernels.cli import SAID_EVERY, BadUse, Progress, bad_use_if, require_packages, written_to
+
+if TYPE_CHECKING:
+    from tpkernels.gate.user_kernels.config import Config
 
 PROCESSES = 2
 PREPARE = "tpkernels.registered.numeric_cases:prepare"
@@ -30,6 +36,16 @@ def add_options(parser: ArgumentParser, words: Sequence[str]) -> None:
         raise BadUse(MOVED)
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="check the kernels of your own that this gate.toml names"
+    )
+    parser.add_argument(
+        "--init",
+        metavar="FOLDER",
+        help="write a gate.toml for the kernels of a folder or package, and budgets",
+    )
+    parser.add_argument(
+        "--run",
+        metavar="COMMAND",
+        help="of --init: what launches them, such as launches.py or 'pytest tests'",
     )
     parser.add_argument("--arch", metavar="LIST", help="compile for these GPUs only, such as sm_90,gfx942")
     parser.add_argument(
@@ -69,17 +85,23 @@ def main(options: Namespace) -> int:
     if options.compare:
         return _compared(options)
 
-    from tpkernels.gate import compile_gate, numerics, report
+    from tpkernels.gate import compile_gate, computing, report
     from tpkernels.gate.ahead_of_time import ARCHITECTURES
     from tpkernels.gate.compiler_faults import ptxas_in_use
     from tpkernels.gate.user_kernels.config import read, suite_of
     from tpkernels.gate.user_kernels.record import ConfigError
-    from tpkernels.registered import entries
 
+    if options.init is not None:
+        from tpkernels.gate.user_kernels import init
+
+        options.config, options.update = options.config or Path("gate.toml"), True
+        with bad_use_if(init.InitError), Progress("looking", seconds=SAID_EVERY) as step:
+            told = init.write(options.init, _run(options), options.config, PREPARE, step)
+        print(told, flush=True)
     start = time.perf_counter()
     architectures = ARCHITECTURES if options.arch is None else options.arch.split(",")
     with bad_use_if(compile_gate.UsageError, ConfigError):
-        config = entries.config() if options.config is None else read(options.config)
+        config = _ours() if options.config is None else read(options.config)
         suite = suite_of(config)
         jobs = [] if options.skip == "compile" else compile_gate.jobs_of(suite, architectures, options.only)
         with Progress("compiling", len(jobs), seconds=SAID_EVERY) as step:
@@ -87,16 +109,32 @@ def main(options: Namespace) -> int:
             if jobs:
                 how = options.update, options.allow_no_budgets
                 checked = compile_gate.check(suite, jobs, PROCESSES, step, *how)
+        checked.notes.extend(config.notes)
         with Progress("computing", seconds=SAID_EVERY) as step:
             skipped = options.skip == "numerics"
-            computed = [] if skipped else numerics.check(config, options.only, step, PREPARE)
+            computed = [] if skipped else computing.check(config, options.only, step, PREPARE, options.update)
         if not checked.compiled and not computed:
             where = f" on {options.arch}" if options.arch else ""
             raise BadUse(f"nothing{where} has {options.only!r} in its name")
-        versions = {name: import_module(name).__version__ for name in ("tpkernels", *PACKAGES)}
+        versions = {"tpkernels": __version__} | {name: version(name) for name in PACKAGES}
         versions["ptxas"] = ptxas_in_use()
         seconds = time.perf_counter() - start
         return 1 if report.tell(versions, checked, computed, seconds, options.json) else 0
+
+
+def _ours() -> Config:
+    """The kernels of this package, which take torch to list."""
+    from tpkernels.registered import entries
+
+    return entries.config()
+
+
+def _run(options: Namespace) -> str | None:
+    """What launches the kernels; asked for on a terminal."""
+    if options.run is None and sys.stdin.isatty():
+        return input("what launches the kernels (a script, or a module such as `pytest tests`)? ") or None
+    run: str | None = options.run
+    return run
 
 
 def _compared(options: Namespace) -> int:

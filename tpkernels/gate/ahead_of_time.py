@@ -10,13 +10,15 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
+import json
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -76,6 +78,8 @@ class Entry:
     folder: str = ""  # in which its module is looked for before all others; "": where ours are
     more_options: Mapping[str, Any] = field(default_factory=dict)  # of Triton
     rules: tuple[str, ...] = ()  # that what is compiled of it must keep, see `gate.rules`
+    place: str = ""  # file and line of the kernel, where it is a user's
+    sources: str = ""  # a hash of the files that its module comes from; "": not known
 
     @property
     def options(self) -> dict[str, Any]:
@@ -110,6 +114,7 @@ class Facts:
     unordered_reads: tuple[str, ...]  # why rows may be read before their flag, see `ptx_flow`; () on AMD
     unordered_flags: tuple[str, ...]  # why a flag may be seen before its rows
     seconds: float  # that compiling took
+    narrow_sums: tuple[str, ...] = ()  # where numbers are added up in 16 bits, see `triton_ir`
     threads: int = 0  # a block; 0: not known
     blocks: int | None = None  # that an SM holds; None: not known
     pipeline: tuple[int, ...] = ()  # buffers of each operand that is copied ahead of its loop, most first
@@ -159,6 +164,8 @@ def compile_all(
         for job in some:
             report(job)
 
+    if todo:
+        importlib.import_module("torch")  # once for all forks
     batches = [[jobs[number] for number in batch] for batch in together]
     found: list[list[Facts | str] | None] = results_of(facts_together, batches, processes, done, None)
     lost = [number for batch, facts in zip(together, found, strict=True) if facts is None for number in batch]
@@ -174,7 +181,7 @@ def _remembered(job: CompileJob) -> Facts | None:
     """What the user's cache has of a job, if that can be told here."""
     entry = job.entry
     if entry.folder or entry.module not in sys.modules:  # one that is not ours may do anything on import
-        return None
+        return facts_of_sources(entry, job.architecture)
     try:
         return facts_kept(entry, job.architecture)
     except Exception:  # kernels are interpreted here, or it cannot be compiled: `facts_or_error` says why
@@ -206,10 +213,27 @@ def facts_of(entry: Entry, architecture: str) -> Facts:
 
 def facts_kept(entry: Entry, architecture: str) -> Facts | None:
     """The facts of one entry on one architecture, if they are in the user's cache."""
+    found = facts_of_sources(entry, architecture)
+    if found is None and (found := _facts_at(compile_key(entry, architecture))) and entry.sources:
+        DiskCache.of_user("facts").put(_sources_key(entry, architecture), found.as_json())
+    return found
+
+
+def facts_of_sources(entry: Entry, architecture: str) -> Facts | None:
+    """The same for an entry of a user whose files are as they were: its module is not imported."""
+    return _facts_at(_sources_key(entry, architecture)) if entry.sources else None
+
+
+def _facts_at(key: str) -> Facts | None:
     try:
-        return Facts.from_json(DiskCache.of_user("facts").get(compile_key(entry, architecture)))
+        return Facts.from_json(DiskCache.of_user("facts").get(key))
     except TypeError:  # nothing there
         return None
+
+
+def _sources_key(entry: Entry, architecture: str) -> str:
+    said = {**asdict(entry), "aligned": sorted(entry.aligned), "unspecialised": sorted(entry.unspecialised)}
+    return f"{_versions()} {architecture} {json.dumps(said, sort_keys=True, default=str)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +262,9 @@ class _Made:
         """The facts, put into the user's cache."""
         facts = self.facts()
         DiskCache.of_user("facts").put(compile_key(self.job.entry, self.job.architecture), facts.as_json())
+        if self.job.entry.sources:
+            by_sources = _sources_key(self.job.entry, self.job.architecture)
+            DiskCache.of_user("facts").put(by_sources, facts.as_json())
         return facts
 
 
@@ -286,7 +313,6 @@ def _called_by(kernel: Any, seen: dict[int, Any]) -> Iterable[Any]:
 
 def compile_key(entry: Entry, architecture: str) -> str:
     """A hash of what the facts depend on: kernel sources, signature, options, Triton, target, this code."""
-    import triton
     from triton.compiler.compiler import get_cache_invalidating_env_vars, get_cache_key, make_backend
 
     backend = make_backend(gpu_target(architecture))
@@ -295,6 +321,12 @@ def compile_key(entry: Entry, architecture: str) -> str:
     source = ast_source(entry)
     source.attrs = dict(sorted(source.attrs.items()))  # Triton hashes them in the order they come in
     key = get_cache_key(source, backend, options, variables)
+    return hashlib.sha256(f"{_versions()} {architecture} {key}".encode()).hexdigest()
+
+
+@cache
+def _versions() -> str:
+    """Triton's version, and a hash of what reads its results."""
     readers = (
         compiler_faults,
         disassembly,
@@ -306,7 +338,7 @@ def compile_key(entry: Entry, architecture: str) -> str:
     )
     files = (__file__, *(reader.__file__ for reader in readers))
     ours = b"".join(Path(str(file)).read_bytes() for file in files)
-    return hashlib.sha256(f"{triton.__version__} {architecture} {key}".encode() + ours).hexdigest()
+    return f"{version('triton')} {hashlib.sha256(ours).hexdigest()}"
 
 
 def ast_source(entry: Entry) -> ASTSource:
@@ -327,6 +359,11 @@ def jit_function(entry: Entry) -> Any:
     """The kernel as Triton compiles it. Of a module that is not ours, call it in a process to spare."""
     if entry.folder and entry.folder not in sys.path:
         sys.path.insert(0, entry.folder)
+    if entry.folder and entry.module not in sys.modules:
+        from tpkernels.gate.user_kernels.pretended_gpu import pretended_gpu
+
+        with pretended_gpu():
+            importlib.import_module(entry.module)
     return undecorated(getattr(importlib.import_module(entry.module), entry.function))
 
 
@@ -369,6 +406,7 @@ def nvidia_facts(compiled: Any, seconds: float, architecture: str) -> Facts:
         instructions=mix,
         aligned=triton_ir.aligned_arguments(compiled.asm["ttir"]),
         narrow_offsets=triton_ir.narrow_offsets(compiled.asm["ttir"]),
+        narrow_sums=triton_ir.narrow_sums(compiled.asm["ttir"]),
         unordered_reads=ptx_flow.unordered_reads(compiled.asm["ptx"]),
         unordered_flags=ptx_flow.unordered_flags(compiled.asm["ptx"]),
         seconds=seconds,
@@ -402,6 +440,7 @@ def _amd(compiled: Any, seconds: float) -> Facts:
         instructions=disassembly.amd_mix(assembly),
         aligned=triton_ir.aligned_arguments(compiled.asm["ttir"]),
         narrow_offsets=triton_ir.narrow_offsets(compiled.asm["ttir"]),
+        narrow_sums=triton_ir.narrow_sums(compiled.asm["ttir"]),
         unordered_reads=(),
         unordered_flags=(),
         seconds=seconds,

@@ -9,13 +9,10 @@ the tests, so that the two cannot come to mean different things.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +20,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.gate.child import one_line_error
-from tpkernels.gate.compile_gate import has_parts
-from tpkernels.gate.user_kernels import children
-
-if TYPE_CHECKING:
-    from tpkernels.gate.user_kernels.config import Config
+from tpkernels.gate.computing import Computed
 
 # norm-wise, against float64: about one and a half correct roundings of the result, on average over its
 # elements. So a result must have some hundreds: a single one may round by up to 3.9e-3 in bf16
@@ -35,9 +28,6 @@ BOUND: Mapping[torch.dtype, float] = {torch.float32: 3e-7, torch.float16: 3e-4, 
 # of a kernel in bf16 whose bf16 is made fp32: sums in fp16 are off by 1e-4 and more
 WIDE_BOUND = 1e-5
 SEED = 20261121
-PROGRAM = "tpkernels.gate.user_kernels.numerics"
-PROCESSES = 2
-WORTH_A_PROCESS = 10  # cases: to start one takes as long
 
 Results = Mapping[str, tuple[Tensor | None, Tensor]]  # what -> (computed, exact)
 
@@ -103,6 +93,7 @@ class Frames:
     def __init__(self) -> None:
         self._frames: list[_Frame] = []
         self._strayed: dict[str, None] = {}  # in the order of accesses
+        self._uses: set[tuple[str, str]] = set()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         content = torch.full(shape, outside(dtype), dtype=dtype, device=device)
@@ -129,12 +120,23 @@ class Frames:
         for frame in self._frames:
             _, first, end, _ = frame.addresses
             if first <= low and high < end:
+                self._uses.add((how, frame.name))
                 return
         for frame in self._frames:
             start, first, end, stop = frame.addresses
             before, after = (reached >= start) & (reached < first), (reached >= end) & (reached < stop)
             if before.any() or after.any():
                 self._strayed[f"{how} outside {frame.name}{_line_of_kernel()}"] = None
+
+    def take_uses(self) -> set[tuple[str, str]]:
+        """Uses of each tensor since the last call: ("read", "x_ptr"). Atomics are seen by their effect."""
+        taken, self._uses = self._uses, set()
+        for frame in self._frames:
+            if ("written", frame.name) not in taken and not torch.equal(
+                *map(_bits, (frame.buffer, frame.before))
+            ):
+                taken |= {("read", frame.name), ("written", frame.name)}
+        return taken
 
     def take_faults(self) -> list[str]:
         """What was read or written that should not be, since the last call, each kind once."""
@@ -161,15 +163,6 @@ class NumericCase:
     name: str  # "dgrad_act/descriptor/bf16/silu", starting with the launcher's name
     run: Callable[[], Results]
     bounds: Mapping[torch.dtype, float] = field(default_factory=lambda: BOUND)
-
-
-@dataclass(frozen=True)
-class Computed:
-    """A case with what came of it."""
-
-    case: str
-    error: float  # the largest, as a part of what is allowed
-    failure: str  # "" if there is none
 
 
 def examine(case: NumericCase, frames: Frames) -> Computed:
@@ -203,53 +196,3 @@ def _mismatch(actual: Tensor | None, exact: Tensor, error: float) -> str:
     if not actual.dtype.is_floating_point:
         return f"differs in {int((actual != exact).sum())} of {actual.numel()} elements"
     return f"is off by {error:.3g} times the bound" if error == error else "holds NaN"
-
-
-def check(config: Config, only: str, report: Callable[[str], None], prepare: str) -> list[Computed]:
-    """All cases that `only` names, see `has_parts`; `report` hears of each as it is done.
-
-    prepare: "module:function", which each process calls with the frames of its cases, before them
-    """
-    cases = [case for case in _cases_of(config) if has_parts(case[0], only)]
-    parts = max(1, min(PROCESSES, len(cases) // WORTH_A_PROCESS))
-    with ThreadPoolExecutor(parts) as threads:
-        found = threads.map(lambda part: _computed(config, cases[part::parts], report, prepare), range(parts))
-        return [case for row in zip_longest(*found) for case in row if case is not None]
-
-
-def _cases_of(config: Config) -> Iterator[tuple[str, children.ItemOfChild]]:
-    """Name and item of each size of each table with an oracle, then of each case of a launcher."""
-    for own in config.kernels:
-        for number, sizes in enumerate(own.computed):
-            text = ",".join(f"{name}={size}" for name, size in sizes.items())
-            name = f"{own.name}/{text}" if text else own.name
-            item = {"name": own.name, "table": own.as_table(), "sizes": number}
-            yield name, item
-            if any(kind.dtype == "bf16" for kind in own.tensors.values()):
-                yield f"{name}/fp32 for bf16", {**item, "wide": True}
-    if config.cases:
-        assert config.imported
-        for one in children.imported_attribute("cases", config.cases)():
-            yield one.name, {"cases": config.cases, "name": one.name}
-
-
-def _computed(
-    config: Config,
-    cases: Sequence[tuple[str, children.ItemOfChild]],
-    report: Callable[[str], None],
-    prepare: str,
-) -> list[Computed]:
-    variables = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    items = [{**item, "prepare": prepare} for _, item in cases]
-    computed = []
-    answers = children.answers(PROGRAM, config.folder, items, variables)
-    for (name, item), answer in zip(cases, answers, strict=True):
-        if isinstance(answer, str):
-            answer = {"error": None, "failure": answer}
-        elif "mistake" in answer:
-            own = next(own for own in config.kernels if own.name == item["name"])
-            raise config.mistake(own, answer["mistake"])
-        error = float("nan") if answer["error"] is None else answer["error"]
-        computed.append(Computed(name, error, answer["failure"]))
-        report(name)
-    return computed

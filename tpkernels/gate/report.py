@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tpkernels.gate.compile_gate import Checked, Compiled, UsageError
-from tpkernels.gate.numerics import Computed
+from tpkernels.gate.computing import Computed
 
 # shown if present; the rest of the mix is in the JSON
 SHOWN = (
@@ -82,10 +82,19 @@ def _print_computed(computed: Sequence[Computed]) -> None:
 
 
 def _failure_lines(checked: Checked, computed: Sequence[Computed]) -> list[str]:
-    """Each finding in a line that can be read alone."""
-    lines = [*checked.absent]
-    lines += [f"entry {one.job}: {failure}" for one in checked.compiled for failure in one.failures]
-    return lines + [f"numerics of {one.case}: {one.failure}" for one in computed if one.failure]
+    """Each finding in a line that can be read alone: faults, wrong results, then changes against budgets."""
+    entries = [(f"{_at(made.job.entry.place)}entry {made.job}", made) for made in checked.compiled]
+    wrong = [f"{_at(one.place)}numerics of {one.case}: {one.failure}" for one in computed if one.failure]
+    return [
+        *checked.absent,
+        *(f"{entry}: {fault}" for entry, made in entries for fault in made.faults),
+        *wrong,
+        *(f"{entry}: {change}" for entry, made in entries for change in made.changes),
+    ]
+
+
+def _at(place: str) -> str:
+    return f"{place}: " if place else ""
 
 
 def _as_json(versions: Mapping[str, str], checked: Checked, computed: Sequence[Computed]) -> dict[str, Any]:

@@ -95,6 +95,11 @@ def _wide_offsets(architecture: str, facts: Facts) -> Iterator[str]:
         yield f"32-bit product in an address, wraps past 2**31 elements; cast a factor to tl.int64: {product}"
 
 
+def _wide_sums(architecture: str, facts: Facts) -> Iterator[str]:
+    for one in facts.narrow_sums:
+        yield f"sum in {one}: rounded to 16 bits at each step; add up in fp32"
+
+
 def _some(what: str, *instructions: str, on: Sequence[str] = ()) -> Rule:
     """The rule that code for these GPUs has one of these instructions. on: (): all of NVIDIA's"""
 
@@ -180,6 +185,7 @@ RULES: Mapping[str, Rule] = {
     "true_fp32": _true_fp32,
     "descriptors": _some(": nothing is loaded through a descriptor", "UTMALDG", on=WITH_DESCRIPTORS),
     "wide_offsets": _wide_offsets,
+    "wide_sums": _wide_sums,
     "reads_after_flags": lambda architecture, facts: iter(facts.unordered_reads),
     "flags_after_rows": lambda architecture, facts: iter(facts.unordered_flags),
 }

@@ -1,7 +1,7 @@
 """What Triton's first intermediate code (TTIR) proves of addresses. Pure text, no Triton.
 
-Two things that no test of small tensors can see: whether the compiler knows the 16-byte alignment, and
-whether offsets stay right past 2**31 elements.
+Three things that tests of small tensors rarely see: whether the compiler knows the 16-byte alignment, whether
+offsets stay right past 2**31 elements, and where sums are rounded to 16 bits at each step.
 """
 
 from __future__ import annotations
@@ -15,6 +15,12 @@ _LOCATION = re.compile(r'\s*loc\((?:[^()"]|"[^"]*"|\([^()]*\))*\)')
 _ARGUMENT = re.compile(r"%(\w+): ([^{,]+?)\s*(\{[^}]*\})?(?:,|$)")
 _RESULT = re.compile(r"%(\w+)(?::\d+)? = (.*)$")
 _VALUE = re.compile(r"%(\w+)")
+_PLACE = re.compile(r'^#(loc\d*) = loc\((?:"([^"]+)":(\d+):\d+\)|(.*)\)$)', re.MULTILINE)
+_NAMED = re.compile(r"loc\(#(loc\d*)\)$")
+_HALF_SUM = re.compile(
+    r"(?:arith\.addf .* : (?:tensor<[^>]*x)?|tt\.dot .* -> tensor<[^>]*x)(b?f16)>?(?: loc|$)"
+)
+_REDUCED = '"tt.reduce"'
 _CARRIED = re.compile(r"[(,] ?%(\w+) = %(\w+)")
 
 
@@ -71,6 +77,40 @@ def narrow_offsets(ttir: str) -> tuple[str, ...]:
         if "tt.addptr" in line:
             offsets.append(_VALUE.findall(line.split("tt.addptr", 1)[1])[1])
     return tuple(sorted(_narrow_products(operations, handed, offsets)))
+
+
+def narrow_sums(ttir: str) -> tuple[str, ...]:
+    """Where numbers are added up in 16 bits, in a reduction or from turn to turn: "fp16 (norm.py:12)"."""
+    places = {name: (file, line, others) for name, file, line, others in _PLACE.findall(ttir)}
+    found: dict[str, None] = {}
+    carried: list[set[str]] = []  # what each loop around hands on, or that it is a reduction
+    for line in map(str.strip, ttir.splitlines()):
+        half = _HALF_SUM.search(line)
+        handed = {name for around in carried for name in around}
+        operands = {_REDUCED, *_VALUE.findall(line.partition(" = ")[2])}
+        if half and ("tt.dot" in line or handed & operands):
+            kind = {"f16": "fp16", "bf16": "bf16"}[half[1]]
+            found[f"{kind} ({_user_line(line, places)})"] = None
+        code = _LOCATION.sub("", line)
+        if code.startswith("}"):
+            del carried[-1:]
+        if code.endswith("{"):
+            is_loop = "iter_args(" in code or "scf.while" in code
+            names = {name for name, _ in _CARRIED.findall(code)} if is_loop else set[str]()
+            carried.append({_REDUCED} if _REDUCED in code else names)
+    return tuple(found)
+
+
+def _user_line(line: str, places: dict[str, tuple[str, str, str]]) -> str:
+    """File and line of the innermost call that is not in Triton's own library."""
+    named = _NAMED.search(line)
+    todo = [named[1]] if named else []
+    while todo:
+        file, number, others = places.get(todo.pop(0), ("", "", ""))
+        if file and "/triton/language/" not in file:
+            return f"{file.rsplit('/', 1)[-1]}:{number}"
+        todo += re.findall(r"#(loc\d*)", others)
+    return "?"
 
 
 def _narrow_products(operations: dict[str, str], handed: dict[str, set[str]], offsets: list[str]) -> set[str]:

@@ -354,7 +354,7 @@ def _fp8_specs_of(way: _Fp8Form, tile: MatmulTile, ragged: bool, thorough: bool)
     """Of one tile. thorough: all scales, and the plain epilogue; else the costliest that the tile serves"""
     offered = SCALES if way.target == B200 else {**SCALES, **FAST}
     served = [scales for scales in offered if serves("linear", tile, scales.split("+"))]
-    costliest = next(scales for scales in (*reversed(SCALES), *FAST) if scales in served)
+    costliest = next(scales for scales in (*reversed([*SCALES]), *FAST) if scales in served)
     for scales in served if thorough else [costliest]:
         costly = partial(_SCALED_LINEAR, **offered[scales], activation="gelu_tanh")
         yield _fp8_spec(way, tile, f"gelu_tanh+bias+z{scales}", costly, ragged=ragged)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from tpkernels.cli.check import PREPARE
+from tpkernels.gate.numerics import SEED
 from tpkernels.gate.user_kernels.children import answers
+from tpkernels.gate.user_kernels.recorded import sketch
 from tpkernels.gate.user_kernels.table import own_kernel
 
 CODE = """
@@ -15,6 +18,7 @@ import os
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.libdevice import rsqrt
 
 @triton.jit
 def scale_kernel(x, y, n, factor, FAULT: tl.constexpr, BLOCK: tl.constexpr):
@@ -63,6 +67,16 @@ def in_bf16_kernel(x, y, n, BLOCK: tl.constexpr):
     loaded = tl.load(x + at, mask=at < n, other=0.0)
     positive = tl.where(loaded > -0.5, loaded + 1.0, -loaded)
     tl.store(y + at, tl.maximum(positive * 3.0, loaded), mask=at < n)
+
+@triton.jit
+def libdevice_kernel(x, y, n, eps, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    loaded = tl.load(x + at, mask=at < n, other=0.0)
+    root = rsqrt(loaded * loaded + eps.to(tl.float32))
+    tl.store(y + at, root + tl.extra.cuda.libdevice.tanh(loaded), mask=at < n)
+
+def by_libdevice(x, eps):
+    return (x * x + eps).rsqrt() + x.tanh()
 
 def in_bf16(x):
     return 3 * torch.where(x > -0.5, x + 1, -x)
@@ -163,6 +177,21 @@ IN_BF16 = {
 }
 
 
+LIBDEVICE = SCALE | {
+    "kernel": "code:libdevice_kernel",
+    "signature": {"x": "*fp32", "y": "*fp32", "n": "i32", "eps": "fp32"},
+    "constants": {"BLOCK": 128},
+    "values": {"eps": 0.25},
+    "oracle": "code:by_libdevice",
+    "tolerance": {"fp32": 1e-6},
+}
+RECORDED = SCALE | {"oracle": "recorded"}
+SKETCHES = {  # of what SCALE computes, and of twice that
+    name: {"y": sketch(times * torch.randn(1000, generator=torch.Generator().manual_seed(SEED)) * 0.3)}
+    for name, times in (("recorded", 1), ("recorded_otherwise", 2))
+}
+
+
 def faulty(fault):
     return SCALE | {"constants": {"FAULT": fault, "BLOCK": 128}}
 
@@ -174,13 +203,21 @@ def with_oracle(name):
 CASES = {  # table, what fails, what is mistaken
     "sound": (SCALE, "", None),
     "integers": (PICK, "", None),
+    "libdevice": (LIBDEVICE, "", None),
+    "recorded": (RECORDED, "", None),
+    "recorded_otherwise": (RECORDED, r"y is off by 1\.\d+e\+06 times the bound from what was recorded", None),
+    "recorded_and_astray": (
+        RECORDED | {"constants": {"FAULT": "hidden_read", "BLOCK": 128}},
+        r"read outside x \(code\.py:15\)",
+        None,
+    ),
     "descriptors": (COPY, "", None),
     "off": (with_oracle("off"), r"y is off by 3\.33e\+03 times the bound", None),
     "tolerated": (with_oracle("off") | {"tolerance": {"fp32": 2e-3}}, "", None),
     "other_integers": (PICK | {"oracle": "code:off_by_one"}, "picked differs in 1 of 50 elements", None),
-    "unmasked_load": (faulty("unmasked_load"), r"read outside x \(code.py:12\); y holds NaN", None),
-    "hidden_read": (faulty("hidden_read"), r"read outside x \(code.py:14\)", None),
-    "overrun": (faulty("overrun"), r"written outside y \(code.py:23\)", None),
+    "unmasked_load": (faulty("unmasked_load"), r"read outside x \(code.py:13\); y holds NaN", None),
+    "hidden_read": (faulty("hidden_read"), r"read outside x \(code.py:15\)", None),
+    "overrun": (faulty("overrun"), r"written outside y \(code.py:24\)", None),
     "sum": (SUM, "", None),
     "sum_in_fp32": (SUM, "", None),
     "half_in_bf16": (HALF, "", None),  # which hides sums in fp16
@@ -211,6 +248,7 @@ def told(tmp_path_factory):
         {
             **{"name": name, "table": own_kernel(name, table).as_table(), "sizes": 0, "prepare": PREPARE},
             "wide": name.endswith("in_fp32"),
+            "recorded": SKETCHES.get(name, SKETCHES["recorded"]),
         }
         for name, (table, _, _) in CASES.items()
     ]

@@ -16,11 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tpkernels.gate.child import end_with_parent, ending, one_line_error, started
 from tpkernels.gate.user_kernels.entries import Inspected
+from tpkernels.gate.user_kernels.memory import Memory, imported_files
 from tpkernels.gate.user_kernels.record import ConfigError
+from tpkernels.gate.user_kernels.recorded import RECORDED
 from tpkernels.gate.user_kernels.table import registered
 
 LIMIT = 300  # seconds for an item
@@ -32,7 +35,28 @@ Answer = dict[str, Any]
 def answers(
     program: str, folder: Path | None, items: Sequence[ItemOfChild], variables: dict[str, str] | None = None
 ) -> Iterator[Answer | str]:
-    """The answer to each item, or in words how the process ended over it; what is left goes to a new one."""
+    """The answer to each item, or in words how the process ended over it; what is left goes to a new one.
+
+    Of a user's folder answers are kept in the user's cache for as long as the files of all modules that were
+    imported for them stay the same: then no process starts.
+    """
+    memory = Memory(program, folder, variables or {}) if folder else None
+    known = [memory.of(item) if memory else None for item in items]
+    todo = [item for item, answer in zip(items, known, strict=True) if answer is None]
+    anew = _answers(program, folder, todo, variables)
+    for item, answer in zip(items, known, strict=True):
+        if answer is None:
+            fresh = next(anew)
+            if memory and isinstance(fresh, dict) and "mistake" not in fresh:
+                fresh = memory.keep(item, fresh.pop("files"), fresh)
+            yield fresh
+        else:
+            yield answer
+
+
+def _answers(
+    program: str, folder: Path | None, items: Sequence[ItemOfChild], variables: dict[str, str] | None = None
+) -> Iterator[Answer | str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", program, str(folder or "")]
     todo = list(items)
@@ -62,7 +86,8 @@ def serve(work: Callable[[ItemOfChild], Answer]) -> None:
         except ConfigError as mistake:
             answer = {"mistake": str(mistake)}
         signal.alarm(0)
-        print(json.dumps(answer), file=lines, flush=True)
+        files = imported_files() + answer.get("files", []) if folder else []
+        print(json.dumps({**answer, "files": files}), file=lines, flush=True)
 
 
 def _ending(code: int, last_words: str) -> str:
@@ -71,11 +96,21 @@ def _ending(code: int, last_words: str) -> str:
     return f"ended its process {ending(code)}{': ' * bool(last_words)}{last_words}"
 
 
+def imported(name: str) -> ModuleType:
+    """A module; of a user's it seems that there is a GPU, as where it will run."""
+    if name in sys.modules or name.startswith("tpkernels.") or len(sys.argv) < 2 or not sys.argv[1]:
+        return import_module(name)
+    from tpkernels.gate.user_kernels.pretended_gpu import pretended_gpu
+
+    with pretended_gpu():
+        return import_module(name)
+
+
 def imported_attribute(key: str, place: str) -> Any:
     """What "module:name" stands for, imported; ConfigError says why there is none."""
     name, attribute = place.split(":")
     try:
-        module = import_module(name)
+        module = imported(name)
     except BaseException as error:  # SystemExit, too: it is about this module
         raise ConfigError(key, f"importing {name!r}: {one_line_error(error)}") from error
     if not hasattr(module, attribute):
@@ -90,7 +125,7 @@ def answered(item: ItemOfChild) -> Answer:
 
 def _registered(module: str) -> Answer:
     try:
-        import_module(module)
+        imported(module)
     except BaseException as error:
         raise ConfigError("importing it", one_line_error(error)) from error
     return {"kernels": {own.name: own.as_table() for own in registered()}}
@@ -108,9 +143,10 @@ def _inspected(item: ItemOfChild) -> Answer:
         )
     if kernel.is_gluon():
         raise ConfigError("kernel", f"{item['kernel']} is written in Gluon, which is not checked")
-    if item["oracle"] and not callable(function := imported_attribute("oracle", item["oracle"])):
-        raise ConfigError("oracle", f"expected a function, {item['oracle']} is {_kind(function)}")
-    return asdict(Inspected.of(kernel))
+    place = item["oracle"]
+    if place not in (None, RECORDED) and not callable(function := imported_attribute("oracle", place)):
+        raise ConfigError("oracle", f"expected a function, {place} is {_kind(function)}")
+    return asdict(Inspected.of(kernel, sys.argv[1] if len(sys.argv) > 1 else ""))
 
 
 def _kind(thing: Any) -> str:

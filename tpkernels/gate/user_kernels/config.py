@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,6 +18,11 @@ from tpkernels.gate.user_kernels.entries import Inspected, entry_of
 from tpkernels.gate.user_kernels.record import ConfigError, FunctionPath, OwnKernel
 from tpkernels.gate.user_kernels.table import own_kernel
 
+RECORDING = "tpkernels.gate.user_kernels.recording"
+# what a launch of today says, in place of the table
+LAUNCHED = (
+    *("signature", "constants", "values", "strides", "grid", "num_warps", "num_stages", "options", "aligned"),
+)
 FAILS: Severity = "worse"
 
 
@@ -34,6 +39,12 @@ class Config:
     fails: Severity = FAILS  # the least that makes `check --compare` red
     imported: bool = False  # whether modules may be imported in this process: they are this package's
     cases: FunctionPath | None = None
+    notes: tuple[str, ...] = ()  # how launches of today differ from the tables
+
+    @property
+    def results(self) -> Path:
+        """Where results are recorded: beside the budgets."""
+        return self.budgets.with_name(f"{self.path.stem}-results.json")
 
     @property
     def folder(self) -> Path | None:
@@ -53,15 +64,61 @@ def read(path: Path) -> Config:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(str(path), reason) from error
     for key in tables:
-        if key not in ("budgets", "compare", "kernels"):
-            raise ConfigError(f"{path}: {key}", "unknown; known are budgets, compare, kernels")
-    budgets, kernels = tables.get("budgets", f"{path.stem}-budgets.json"), tables.get("kernels")
-    if not isinstance(budgets, str):
-        raise ConfigError(f"{path}: budgets", f"expected the path of a file, got {budgets!r}")
+        if key not in ("budgets", "run", "compare", "kernels"):
+            raise ConfigError(f"{path}: {key}", "unknown; known are budgets, run, compare, kernels")
+    budgets, run = tables.get("budgets", f"{path.stem}-budgets.json"), tables.get("run", "")
+    kernels = tables.get("kernels")
+    for key, text, what in (("budgets", budgets, "the path of a file"), ("run", run, "a command")):
+        if not isinstance(text, str):
+            raise ConfigError(f"{path}: {key}", f"expected {what}, got {text!r}")
     if not isinstance(kernels, Mapping) or not kernels:
         raise ConfigError(f"{path}: kernels", "expected tables such as [kernels.softmax], got none")
     own = tuple(_kernel(path, *pair) for pair in kernels.items())
-    return Config(path, path.parent / budgets, own, _fails(path, tables.get("compare", {})))
+    now = tuple(_as_launched(path, run, own)) if run else own
+    notes = tuple(
+        f"{run!r} launches {was.name} {told}"
+        for was, one in zip(own, now, strict=True)
+        if (told := _otherwise(was, one))
+    )
+    fails = _fails(path, tables.get("compare", {}))
+    return Config(path, path.parent / budgets, now, fails, notes=notes)
+
+
+def _otherwise(was: OwnKernel, now: OwnKernel) -> str:
+    """What a launch changed: "with num_stages 1, was 2"."""
+    before, after = (
+        {**one.constants, **one.options, "num_warps": one.num_warps, "num_stages": one.num_stages}
+        for one in (was, now)
+    )
+    names = [name for name in before | after if before.get(name) != after.get(name)]
+    changed = ", ".join(f"{name} {after.get(name)}, was {before.get(name)}" for name in names)
+    return f"with {changed}" if changed else ""
+
+
+def _as_launched(path: Path, run: str, kernels: Sequence[OwnKernel]) -> Iterator[OwnKernel]:
+    """Kernels as they are launched today, by `run`: another number of warps in a config shows so."""
+    (answer,) = children.answers(RECORDING, path.parent, [{"run": run}])
+    if isinstance(answer, str):
+        raise ConfigError(f"{path}: run", f"{run!r} {answer}")
+    for own in kernels:
+        table = own.as_table()
+        for one in answer["launches"]:
+            if one["kernel"] == own.kernel and _operands(one["table"]) == _operands(table):
+                told = {key: one["table"][key] for key in LAUNCHED if one["table"].get(key)}
+                yield _kernel(
+                    path, own.name, {key: table[key] for key in table if key not in LAUNCHED} | told
+                )
+                break
+        else:
+            ended = f" (it ended with {answer['ended']})" if answer["ended"] else ""
+            reason = f"{run!r} launches it no more with such types and shapes{ended}: write its table anew"
+            raise ConfigError(f"{path}: kernels.{own.name}", reason)
+
+
+def _operands(table: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, list[Any]]]:
+    """Types, without the blocks of descriptors, which are a config's business, and shapes."""
+    kinds = {name: kind.partition("[")[0] for name, kind in table["signature"].items()}
+    return kinds, {name: [*shape] for name, shape in table["shapes"].items()}
 
 
 def _fails(path: Path, table: Any) -> Severity:
@@ -100,7 +157,7 @@ def _registered(path: Path) -> Mapping[str, Any]:
         raise ValueError(f"importing it {answer}")
     if "mistake" in answer:
         raise ValueError(answer["mistake"])
-    return answer
+    return {"kernels": answer["kernels"]}
 
 
 def suite_of(chosen: Config) -> Suite:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
-
-from tpkernels.gate.ahead_of_time import Constant, Entry
+from tpkernels.gate.ahead_of_time import Constant, Entry, undecorated
 from tpkernels.gate.user_kernels.record import DTYPES, ConfigError, OwnKernel, Values
+
+if TYPE_CHECKING:  # the gate itself, which makes entries, does without torch
+    import torch
+    from torch import Tensor
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +27,11 @@ class Inspected:
     defaults: Mapping[str, Constant]
     plain: tuple[str, ...]  # which Triton is told nothing of
     unaligned: tuple[str, ...]  # of which it is not told that they are multiples of 16
+    place: str = field(default="", compare=False)  # file and line of its `def`
+    sources: str = field(default="", compare=False)  # a hash of all files that it comes from; "": not known
 
     @staticmethod
-    def of(kernel: Any) -> Inspected:
+    def of(kernel: Any, folder: str = "") -> Inspected:
         """kernel: under `triton.jit`; of one that is interpreted names of arguments are all that is known"""
         parameters = getattr(kernel, "params", ())
         simple = bool | int | float | str | None
@@ -40,6 +45,7 @@ class Inspected:
             },
             plain=tuple(one.name for one in parameters if one.do_not_specialize),
             unaligned=tuple(one.name for one in parameters if one.do_not_specialize_on_alignment),
+            place=place_of(kernel, folder),
         )
 
     @property
@@ -47,11 +53,26 @@ class Inspected:
         return self.plain + self.unaligned
 
 
+def place_of(kernel: Any, folder: str) -> str:
+    """Return file and line of a kernel's `def`: "pkg/kernels.py:12". folder: that the file may lie in"""
+    return _place_of(undecorated(kernel).fn, folder)
+
+
+@cache
+def _place_of(function: Any, folder: str) -> str:
+    lines, first = inspect.getsourcelines(function)
+    above = next((i for i, line in enumerate(lines) if line.lstrip().startswith("def ")), 0)
+    path = Path(inspect.getfile(function))
+    if folder and path.is_relative_to(folder):
+        return f"{path.relative_to(folder)}:{first + above}"
+    return f"{'/'.join(path.parts[-1 - function.__module__.count('.') :])}:{first + above}"
+
+
 def entry_of(own: OwnKernel, kernel: Inspected, folder: Path | None) -> Entry:
     """What is compiled; ConfigError if table and kernel disagree."""
     constants = _constants(own, kernel)
     module, function = own.kernel.split(":")
-    values = own.at(own.sizes) if own.sizes else None
+    values = own.at(own.sizes) if own.sizes or own.grid else None
     return Entry(
         name=own.name,
         module=module,
@@ -67,6 +88,8 @@ def entry_of(own: OwnKernel, kernel: Inspected, folder: Path | None) -> Entry:
         folder=str(folder or ""),
         more_options=own.options,
         rules=own.rules,
+        place=kernel.place,
+        sources=kernel.sources,
     )
 
 
@@ -109,6 +132,8 @@ def _aligned(own: OwnKernel, kernel: Inspected, values: Values | None) -> list[s
 
 def passed(own: OwnKernel, name: str, tensor: Tensor) -> Tensor | TensorDescriptor:
     """A tensor as the kernel's signature wants it."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     block = own.tensors[name].block
     return (
         TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block)) if block else tensor
@@ -117,16 +142,22 @@ def passed(own: OwnKernel, name: str, tensor: Tensor) -> Tensor | TensorDescript
 
 def dtype_of(name: str) -> torch.dtype:
     """name: Triton's"""
+    import torch
+
     found: torch.dtype = getattr(torch, DTYPES[name])
     return found
 
 
 def constant_of_toml(value: Constant) -> Any:
-    """TOML has no None and no dtype: "None" and "tl.float32" stand for them."""
+    """TOML has no None and no dtype: "None", "tl.float32" and "torch.float32" stand for them."""
     if value == "None":
         return None
     if isinstance(value, str) and value.startswith("tl."):
         import triton.language as tl
 
         return getattr(tl, value.removeprefix("tl."), value)
+    if isinstance(value, str) and value.startswith("torch."):
+        import torch
+
+        return getattr(torch, value.removeprefix("torch."), value)
     return value

@@ -7,6 +7,7 @@ Operands of a kernel lie in NaN, outputs start as NaN, nothing else may be writt
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from inspect import Parameter, signature
@@ -18,13 +19,14 @@ from torch import Tensor
 from tpkernels.gate.ahead_of_time import undecorated
 from tpkernels.gate.child import one_line_error
 from tpkernels.gate.numerics import BOUND, SEED, WIDE_BOUND, Frames, NumericCase, Results, examine, outside
+from tpkernels.gate.user_kernels import interpreting, recorded
 from tpkernels.gate.user_kernels.children import (
     Answer,
     ItemOfChild,
     imported_attribute,
     serve,
 )
-from tpkernels.gate.user_kernels.entries import constant_of_toml, dtype_of, passed
+from tpkernels.gate.user_kernels.entries import constant_of_toml, dtype_of, passed, place_of
 from tpkernels.gate.user_kernels.record import (
     ConfigError,
     Expression,
@@ -52,36 +54,80 @@ def _cases(place: str) -> Mapping[str, NumericCase]:
 
 def answered(item: ItemOfChild) -> Answer:
     """item: what to "prepare"; "cases" and the "name" of one, or "name", "table" and which of its "sizes",
-    and whether it is "wide": bf16 is fp32 then
+    and whether it is "wide": bf16 is fp32 then; results as they were "recorded", where a table asks for these
     """
     frames, widen = _prepared(item["prepare"])
     widen(item.get("wide", False))
+    if "table" in item:
+        interpreting.mend()
     torch.manual_seed(SEED)  # the same operands, whatever else is computed
+    if item.get("table", {}).get("oracle") == recorded.RECORDED:
+        return _beside_recorded(item, frames)
     case = _cases(item["cases"])[item["name"]] if "cases" in item else case_of(item, frames)
     found = examine(case, frames)
-    return {"error": found.error if found.error == found.error else None, "failure": found.failure}
+    place = "" if "cases" in item else _place(item)
+    return {"error": _or_none(found.error), "failure": found.failure, "place": place}
+
+
+def _or_none(number: float) -> float | None:
+    return number if number == number else None
+
+
+def _place(item: ItemOfChild) -> str:
+    return place_of(imported_attribute("kernel", item["table"]["kernel"]), sys.argv[1])
 
 
 def case_of(item: ItemOfChild, frames: Frames) -> NumericCase:
     """item: "name", "table" and which of its "sizes" """
-    own = own_kernel(item["name"], item["table"])
-    values = own.at(own.computed[item["sizes"]], PROCESSORS)
-    wide = item.get("wide", False)
-    tensors = {name: _framed(own, name, values, frames, wide) for name in own.tensors}
+    own, values, tensors, bounds = _operands(item, frames)
     exact = _expected(own, values, tensors)
-    bounds = {**BOUND, **{dtype_of(name): bound for name, bound in own.tolerance.items()}}
-    if wide:  # what is allowed more in bf16 is so here
-        bounds[torch.float32] = max(WIDE_BOUND, WIDE_BOUND * bounds[torch.bfloat16] / BOUND[torch.bfloat16])
-    for name in exact:
-        if tensors[name].is_floating_point() and tensors[name].dtype not in bounds:
-            dtype = own.tensors[name].dtype
-            raise ConfigError(f"tolerance.{dtype}", f"is needed for {name}: there is none for {dtype}")
 
     def run() -> Results:
         _launch(own, values, tensors)
         return {name: (tensors[name], one) for name, one in exact.items()}
 
     return NumericCase(own.name, run, bounds)
+
+
+def _operands(
+    item: ItemOfChild, frames: Frames
+) -> tuple[OwnKernel, Values, dict[str, Tensor], dict[torch.dtype, float]]:
+    """The kernel, its launch, its tensors in frames, and by how much each dtype may be off."""
+    own = own_kernel(item["name"], item["table"])
+    values = own.at(own.computed[item["sizes"]], PROCESSORS)
+    wide = item.get("wide", False)
+    tensors = {name: _framed(own, name, values, frames, wide) for name in own.tensors}
+    bounds = {**BOUND, **{dtype_of(name): bound for name, bound in own.tolerance.items()}}
+    if wide:  # what is allowed more in bf16 is so here
+        bounds[torch.float32] = max(WIDE_BOUND, WIDE_BOUND * bounds[torch.bfloat16] / BOUND[torch.bfloat16])
+    for name in own.outputs:
+        if tensors[name].is_floating_point() and tensors[name].dtype not in bounds:
+            dtype = own.tensors[name].dtype
+            raise ConfigError(f"tolerance.{dtype}", f"is needed for {name}: there is none for {dtype}")
+    return own, values, tensors, bounds
+
+
+def _beside_recorded(item: ItemOfChild, frames: Frames) -> Answer:
+    """The sketches of the outputs, how far they are from those recorded, and how each tensor was used."""
+    own, values, tensors, bounds = _operands(item, frames)
+    place, before = _place(item), item["recorded"]
+    try:
+        _launch(own, values, tensors)
+    except Exception as error:  # a kernel that does not run is a finding
+        frames.take_faults()
+        return {"error": None, "failure": one_line_error(error), "place": place}
+    uses = sorted(frames.take_uses())
+    sketches = {name: recorded.sketch(tensors[name]) for name in own.outputs}
+    failures, largest = frames.take_faults(), 0.0
+    for name in own.outputs if before is not None else ():
+        allowed = bounds.get(tensors[name].dtype, 1.0)
+        part = recorded.moved(sketches[name], before[name]) / allowed if name in before else float("inf")
+        largest = max(largest, part)
+        if not part < 1:
+            off = f"off by {part:.3g} times the bound from" if part < float("inf") else "not comparable with"
+            failures.append(f"{name} is {off} what was recorded")
+    told = {"error": _or_none(largest), "failure": "; ".join(failures), "place": place}
+    return {**told, "sketches": sketches, "uses": uses}
 
 
 def _framed(own: OwnKernel, name: str, values: Values, frames: Frames, wide: bool) -> Tensor:

@@ -69,7 +69,7 @@ class Values:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnKernel:
-    """The keys of a table in gate.toml and their types; `docs/check-your-kernels.md` explains each."""
+    """The keys of a table in gate.toml and their types; `docs/guard-your-kernels.md` explains each."""
 
     name: str  # the table's: in findings and budgets
     kernel: FunctionPath
@@ -126,7 +126,7 @@ class OwnKernel:
         names |= numbers
         shapes = {name: self._each("shapes", name, names, 1) for name in self.tensors}
         strides = {
-            name: self._each("strides", name, names, 0) if name in self.strides else _contiguous(shape)
+            name: self._each("strides", name, names, 0) if name in self.strides else contiguous(shape)
             for name, shape in shapes.items()
         }
         for name, steps in strides.items():
@@ -157,7 +157,8 @@ def _of_type(key: str, number: Numeric, kind: str) -> Numeric:
     return number
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)

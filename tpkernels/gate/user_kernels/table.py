@@ -21,6 +21,7 @@ from tpkernels.gate.user_kernels.record import (
     TensorType,
     Values,
 )
+from tpkernels.gate.user_kernels.recorded import RECORDED
 
 SCALARS = ("i1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "fp16", "bf16", "fp32", "fp64")
 GONE = ("tile", "step", "workload")  # keys of other days
@@ -93,14 +94,14 @@ def _check_choices(own: OwnKernel) -> None:
 
 
 def _check_launch(own: OwnKernel) -> None:
-    if not own.sizes and not own.oracle:
+    if not own.sizes and not own.oracle and not own.grid:
         return
     for name in own.tensors:
         if name not in own.shapes:
             raise ConfigError("shapes", f"lacks {name!r}")
     if not 1 <= len(own.grid) <= 3:
         raise ConfigError("grid", f"expected one to three numbers or expressions, got {len(own.grid)}")
-    for sizes in (*([own.sizes] if own.sizes else []), *own.computed):
+    for sizes in (own.sizes, *own.computed) if own.sizes or not own.oracle else own.computed:
         for name, size in sizes.items():
             if size < 1:
                 raise ConfigError("sizes", f"expected {name} of 1 or more, got {size}")
@@ -129,8 +130,8 @@ def _check_oracle(own: OwnKernel) -> None:
         raise ConfigError("outputs", "is missing: name the tensors that the kernel writes")
     for name, kind in own.tensors.items():
         fill = own.fill.get(name)
-        if kind.dtype.startswith(("i", "u")) and kind.dtype != "i1" and name not in own.outputs:
-            if not isinstance(fill, tuple) and fill not in ("zeros", "ones"):
+        if kind.dtype.startswith(("i", "u")) and kind.dtype != "i1":
+            if name not in own.outputs and not isinstance(fill, tuple) and fill not in ("zeros", "ones"):
                 say = f'say from where to where: fill = {{ {name} = [0, "columns"] }}'
                 raise ConfigError(f"fill.{name}", f"it holds integers: {say}")
         elif isinstance(fill, tuple):
@@ -167,7 +168,8 @@ def _typed(key: str, value: Any, wanted: Any) -> Any:
             raise ConfigError(key, f"expected a list, got {value!r}")
         return tuple(_typed(key, one, get_args(wanted)[0]) for one in value)
     if wanted is FunctionPath:
-        if not isinstance(value, str) or not _PLACE.fullmatch(value):
+        is_place = isinstance(value, str) and _PLACE.fullmatch(value)
+        if not is_place and (key, value) != ("oracle", RECORDED):
             raise ConfigError(key, f'expected "module:function", got {value!r}')
         return value
     called, types = _SIMPLE[wanted]
@@ -215,7 +217,8 @@ def register(
     shapes, strides: of each tensor, numbers or expressions: ("rows", "cdiv(columns, 2)"); else contiguous
     values: of each other argument, unless a size has its name
     grid: one to three numbers or expressions, which may use `processors`
-    oracle: gets tensors in float64 and numbers by its parameters' names; returns the expected outputs
+    oracle: gets tensors in float64 and numbers by its parameters' names; returns the expected outputs;
+        or "recorded": they are compared with those of the last `--update`
     oracle_sizes: at which the kernel is interpreted; else `sizes`
     outputs: the tensors that the kernel writes
     fill: tensor -> "normal", "uniform", "zeros", "ones", or (low, high) for integers
