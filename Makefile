@@ -17,7 +17,7 @@ $(PYTHON) -m venv $(@D) 2>/dev/null || { $(PYTHON) -m pip install -q --target $(
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo groups test sweep mutants check lint types docs reference pictures site plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate streams check-triton check-torch check-transformers check-megatron check-torchtitan wheel sdist clean
+.PHONY: help setup demo groups hub test sweep mutants check lint types docs reference pictures site plan doctor bench bench-gate invariance bench-overlap gpu asan tsan compile gate streams check-triton check-torch check-transformers check-megatron check-torchtitan wheel sdist clean
 
 ifneq (,$(filter check-torch check-triton,$(MAKECMDGOALS)))
 ifeq (,$(VERSION))
@@ -105,7 +105,7 @@ check-torch: $(VENV)-torch-$(VERSION)/.ready ## suite and gate on another torch,
 	$(ANOTHER) -m tpkernels check --allow-no-budgets
 
 check-transformers: $(READY) ## compare with Hugging Face's transformers, which it installs (180 MB): tests
-	$(PIP) install -q -c constraints.txt safetensors transformers accelerate peft lightning
+	$(PIP) install -q -c constraints.txt safetensors transformers accelerate peft lightning kernels
 	$(BIN)/python -m pytest tests/interop tests/test_docs.py -k "interop or README or huggingface or lora or trainers"
 
 check-megatron: $(READY) ## train Megatron-Core's own GPTModel, which it installs (17 MB), with its layers and with ours
@@ -158,6 +158,9 @@ bench-overlap: $(READY) ## what communication hides behind computation, on a thr
 
 gpu: ## on a machine with a GPU, with its own Python and torch: kernels, times, tests, gate; JSON into OUT or out/gpu; QUICK=1: nine minutes
 	@exec $(PYTHON) -m bench gpu $(if $(QUICK),--quick) $(if $(REHEARSE),--rehearse) $(if $(STAGES),--stages $(STAGES)) $(if $(RESUME),--resume) $(if $(DRY_RUN),--dry-run)
+
+hub: $(READY) ## local ops as a package for Hugging Face's kernels, in out/hub
+	$(BIN)/python -m tpkernels.interop.hub out/hub
 
 wheel: $(READY) ## dist/tpkernels-*.whl, for every Python and torch: it builds its C++ extension at first use
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build --wheel

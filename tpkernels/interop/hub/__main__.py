@@ -1,7 +1,7 @@
-"""Writes a folder that Hugging Face's `kernels` loads: python -m hub out/hub
+"""Writes a folder that Hugging Face's `kernels` loads: python -m tpkernels.interop.hub out/hub
 
-The local ops and all modules that they import are copied, with imports made relative; `layers.py` is
-`hub/layers.py`. The variants for backends have the same files: kernels are written in Triton.
+The local ops and all modules that they import are copied, with imports made relative, and `layers.py` of
+this folder. The variants for backends have the same files: kernels are written in Triton.
 """
 
 from __future__ import annotations

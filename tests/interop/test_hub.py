@@ -1,4 +1,4 @@
-"""`python -m hub` copies local ops out of the house, as a package that Hugging Face's `kernels` loads."""
+"""Local ops are copied out of the house, as a package that Hugging Face's `kernels` loads."""
 
 import json
 import subprocess
@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import hub.__main__ as hub
 from tpkernels import ops
+from tpkernels.interop.hub import __main__ as hub
 
 PROGRAM = """
 import sys
