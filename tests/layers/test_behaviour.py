@@ -137,7 +137,7 @@ def test_fusion_follows_megatrons_protocol(ways):
 @on_ranks(2)
 def test_gradients_of_inputs_alone_leave_main_grads_as_they_are():
     """As a penalty on gradients takes them, or a pipeline that computes those of weights later."""
-    block, table = built(fused=True), nn.Parameter(drawn((N, K), 3))
+    block, table = built(fused=True), nn.Parameter(drawn((N, K), 3 + dist.get_rank()))
     weights = {name: p for name, p in block.named_parameters() if p.ndim == 2} | {"table": table}
     for name, weight in weights.items():
         weight.main_grad = torch.zeros_like(weight)

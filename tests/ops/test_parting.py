@@ -115,7 +115,7 @@ def said_by(call: Callable[[], object]) -> str:
 
 
 def _run(step: Step, group: dist.ProcessGroup, seed: int) -> Tensor:
-    torch.manual_seed(seed)
+    torch.manual_seed(seed + dist.get_rank())
     op, shapes = step
     leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
     y = op(group, *leaves)
