@@ -1,7 +1,7 @@
 """What Triton's interpreter lacks for kernels of others: libdevice, methods of numbers, bf16 from fp64.
 
-Upstream a function of libdevice returns None there, a float stays Python's, which has no `to`, and a cast from
-fp64 or fp16 to bf16 makes integers.
+Upstream a function of libdevice returns None there, a float stays Python's, which has no `to`, and a cast
+from fp64 or fp16 to bf16 makes integers.
 """
 
 from __future__ import annotations
