@@ -52,7 +52,7 @@ def plant(folder: Path, file: str, sound: str, faulty: str) -> None:
 
 def test_check_is_green_then_quick_and_after_a_change_red(check, copy):
     name = "dgrad/pointer/fp32"  # two tiles to compile in three forms, and three cases to compute
-    arguments = f"--arch sm_80,sm_89,sm_80 --only {name} --json report.json".split()  # no clock is of these
+    arguments = f"--arch sm_80,sm_89,sm_80 --only {name} --json report.json".split()
     reports = []
     for _ in range(2):  # an architecture that is named twice is compiled once
         ran = check(*arguments)

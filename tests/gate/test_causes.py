@@ -128,6 +128,21 @@ CHANGES = {
         (ROWS, replace(ROWS, instructions=ROWS.instructions | {"STG": 20, "STG.128": 4})),
         ("worse", "a store is narrower: 4 x 16 and 16 x 4 bytes instead of 8 x 16"),
     ),
+    "narrower_of_the_narrow": (
+        (
+            replace(ROWS, instructions={"LDG": 6, "LDG.128": 2}),
+            replace(ROWS, instructions={"LDG": 10, "LDG.128": 2, "LDG.U16": 8}),
+        ),
+        ("worse", "a load is narrower: 2 x 16 and 8 x 2 bytes instead of 2 x 16 and 4 x 4"),
+    ),
+    "wider_loads": (
+        (replace(ROWS, instructions=ROWS.instructions | {"LDG": 16, "LDG.64": 16, "LDG.128": 0}), ROWS),
+        ("better", "a load is wider: 8 x 16 bytes instead of 16 x 8"),
+    ),
+    "scalar_loads_beside": (
+        (ROWS, replace(ROWS, instructions=ROWS.instructions | {"LDG": 14})),
+        ("note", "other instructions: LDG 14, was 8"),
+    ),
     "loads_one_by_one": (
         (ROWS, replace(ROWS, load_bytes=16, load_waits=8)),
         ("worse", "loads in flight 128 to 16 bytes a thread"),
@@ -159,6 +174,29 @@ CHANGES = {
     "a_shorter_loop": (
         (PRODUCT, loop_of(PRODUCT, all=90, others=70)),
         ("better", "the inner loop has 10 % fewer instructions: 100 to 90"),
+    ),
+    "a_longer_epilogue": (
+        (
+            replace(PRODUCT, rest={"floats": 64}),
+            replace(PRODUCT, rest={"floats": 300, "special functions": 32}),
+        ),
+        ("worse", "what lies outside the inner loop grew: floats 64 to 300, special functions 0 to 32"),
+    ),
+    "an_epilogue_of_half_the_threads": (
+        (replace(PRODUCT, rest={"floats": 64}), replace(PRODUCT, rest={"floats": 128}, threads=128)),
+        ("worse", "256 to 128 threads a block: occupancy 12 to 6 %"),
+    ),
+    "a_little_more_of_an_epilogue": (
+        (replace(PRODUCT, rest={"stores": 4}), replace(PRODUCT, rest={"stores": 16})),
+        ("note", "other instructions: stores outside 16, was 4"),
+    ),
+    "a_loop_around_that_of_depth": (
+        (replace(PRODUCT, tile_loops=1), replace(PRODUCT, tile_loops=2)),
+        ("worse", "the loop over tiles is no longer one with that over depth: "),
+    ),
+    "no_loop_around_that_of_depth": (
+        (replace(PRODUCT, tile_loops=2), replace(PRODUCT, tile_loops=1)),
+        ("better", "the loop over tiles is one with that over depth"),
     ),
     "other_code": (
         (PRODUCT, replace(PRODUCT, instructions=PRODUCT.instructions | {"all": 901})),

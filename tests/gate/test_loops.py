@@ -70,6 +70,24 @@ def test_a_turn_of_the_innermost_loop_is_counted(name):
     assert (found.load_bytes, found.load_waits) == (load_bytes, load_waits)
 
 
+OUTSIDE = {
+    "after_the_loop": ((PRODUCT, jump(0), ADD, STORE, STORE), ({"floats": 1, "stores": 2}, 0)),
+    "in_a_branch_of_the_loop": (
+        (PRODUCT, jump(4), ADD, STORE, ADD, jump(0)),
+        ({"floats": 1, "stores": 1}, 1),
+    ),
+    "in_a_loop_around": ((ADD, PRODUCT, jump(1), STORE, jump(0)), ({"floats": 1, "stores": 1}, 2)),
+    "nowhere": ((LOAD, USE, STORE, jump(0)), ({}, 0)),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_lies_outside_the_turn_is_counted_and_where_it_stores(name):
+    code, told = OUTSIDE[name]
+    found = loops.nvidia_loops(listing(*code))
+    assert (found.rest, found.tile_loops) == told
+
+
 KINDS = {
     "LDGSTS.E.BYPASS.128": ("copies", 16),
     "LDG.E.U16": ("loads", 2),

@@ -138,13 +138,21 @@ def _accesses(before: Facts, after: Facts) -> Iterator[Change]:
         was, now = _widths(before, family), _widths(after, family)
         if not was or not now:
             continue
-        mean = [sum(size * count for size, count in one.items()) / sum(one.values()) for one in (was, now)]
         texts = [" and ".join(f"{count} x {size}" for size, count in one.items()) for one in (was, now)]
-        text = f"a {name} is narrower: {texts[1]} bytes instead of {texts[0]}"
-        if mean[1] < 0.9 * mean[0] and max(now) <= max(was) and sum(now.values()) > sum(was.values()):
-            yield Change(f"{name} width", text, "worse")
-        elif mean[1] > 1.1 * mean[0] and sum(now.values()) < sum(was.values()):
-            yield Change(f"{name} width", text.replace("narrower", "wider"), "better")
+        text = f"{texts[1]} bytes instead of {texts[0]}"
+        if _is_narrower(was, now):
+            yield Change(f"{name} width", f"a {name} is narrower: {text}", "worse")
+        elif _is_narrower(now, was):
+            yield Change(f"{name} width", f"a {name} is wider: {text}", "better")
+
+
+def _is_narrower(was: Mapping[int, int], now: Mapping[int, int]) -> bool:
+    """Whether fewer bytes go by accesses of some width or wider, but not fewer in all."""
+
+    def moved(accesses: Mapping[int, int], least: int = 1) -> int:
+        return sum(size * count for size, count in accesses.items() if size >= least)
+
+    return moved(now) >= 0.9 * moved(was) and any(moved(now, size) < 0.9 * moved(was, size) for size in was)
 
 
 def _widths(facts: Facts, family: str) -> dict[int, int]:
