@@ -279,6 +279,17 @@ def _rest(before: Facts, after: Facts) -> Iterator[Change]:
     if grown := {kind: pair for kind, pair in pairs.items() if pair[1] > (1 + MUCH) * pair[0] + LEAST}:
         text = f"what lies outside the inner loop grew: {_told(grown, grown)}"
         yield Change("epilogue", text, "worse")
+        return
+    was, now = (one.count("all") - one.loop.get(loops.ALL, 0) for one in (before, after))
+    products = [{*filter(one.count, PRODUCTS)} for one in (before, after)]
+    others = before.pipeline != after.pipeline or products[0] != products[1]  # so are copies ahead of it
+    if others or after.spills > before.spills or now * threads <= (1 + MUCH) * was:
+        return
+    names = {name for name in after.instructions if "." not in name and name != "all"}
+    counts = {name: (before.count(name), float(after.count(name))) for name in names}
+    most = {name: pair for name, pair in counts.items() if pair[1] > pair[0]}
+    text = f"what lies outside the inner loop grew, {_pair(was, now)} instructions: {_told(most, most)}"
+    yield Change("epilogue", text, "worse")
 
 
 def _counted(kind: str, before: Facts, after: Facts, scale: float) -> tuple[int, float]:

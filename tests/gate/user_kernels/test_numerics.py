@@ -65,7 +65,7 @@ def row_sum(x):
 def in_bf16_kernel(x, y, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     loaded = tl.load(x + at, mask=at < n, other=0.0)
-    positive = tl.where(loaded > -0.5, loaded + 1.0, -loaded)
+    positive = tl.where(loaded > -0.5, loaded + 1.0, -loaded).to(tl.float64).to(tl.bfloat16)
     tl.store(y + at, tl.maximum(positive * 3.0, loaded), mask=at < n)
 
 @triton.jit

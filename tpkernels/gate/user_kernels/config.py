@@ -181,7 +181,7 @@ def inspect_kernels(
 ) -> Iterable[tuple[OwnKernel, Inspected | ConfigError]]:
     """Each kernel with what it says of itself, or with what is wrong in its table."""
     own = list(kernels)
-    items = [{"kernel": one.kernel, "oracle": one.oracle} for one in own]
+    items = [{"kernel": one.kernel, "oracle": one.oracle, "folder": str(folder or "")} for one in own]
     if folder is None:
         told: Iterable[children.Answer | str] = map(children.answered, items)
     else:

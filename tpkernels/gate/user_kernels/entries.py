@@ -32,7 +32,10 @@ class Inspected:
 
     @staticmethod
     def of(kernel: Any, folder: str = "") -> Inspected:
-        """kernel: under `triton.jit`; of one that is interpreted names of arguments are all that is known"""
+        """kernel: under `triton.jit`; of one that is interpreted names of arguments are all that is known
+
+        folder: a user's, where it may lie
+        """
         parameters = getattr(kernel, "params", ())
         simple = bool | int | float | str | None
         return Inspected(
@@ -45,7 +48,7 @@ class Inspected:
             },
             plain=tuple(one.name for one in parameters if one.do_not_specialize),
             unaligned=tuple(one.name for one in parameters if one.do_not_specialize_on_alignment),
-            place=place_of(kernel, folder),
+            place=place_of(kernel, folder) if folder else "",
         )
 
     @property

@@ -1,6 +1,7 @@
-"""What Triton's interpreter lacks for kernels of others: libdevice, and methods of numbers: `eps.to(...)`.
+"""What Triton's interpreter lacks for kernels of others: libdevice, methods of numbers, bf16 from fp64.
 
-Upstream a function of libdevice returns None there, and a float stays Python's, which has no `to`.
+Upstream a function of libdevice returns None there, a float stays Python's, which has no `to`, and a cast
+from fp64 or fp16 to bf16 makes integers.
 """
 
 from __future__ import annotations
@@ -39,11 +40,15 @@ _BINARY: Mapping[str, Callable[..., Any]] = {
 
 @cache
 def mend() -> None:
-    """Add both, in a process that interprets, before modules of kernels are imported."""
+    """Add these, in a process that interprets, before modules of kernels are imported."""
     for name, function in {**_UNARY, **_BINARY}.items():
         for module in (libdevice, cuda.libdevice):
             setattr(module, name, _Function(function))
-    upstream = interpreter._implicit_cvt
+    builder, upstream, upstream_cast = (
+        interpreter.InterpreterBuilder,
+        interpreter._implicit_cvt,
+        interpreter.InterpreterBuilder.cast_impl,
+    )
 
     def converted(argument: Any) -> Any:
         if not isinstance(argument, float):
@@ -51,7 +56,13 @@ def mend() -> None:
         handle = interpreter.TensorHandle(np.array([argument], np.float32), tl.float32)
         return tl.tensor(handle, tl.float32)
 
-    interpreter._implicit_cvt = converted
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        others = source.data.dtype.kind == "f" and source.data.dtype != np.float32
+        if target.scalar == tl.bfloat16 and others:
+            source = interpreter.TensorHandle(source.data.astype(np.float32), tl.float32)
+        return upstream_cast(self, source, target)
+
+    interpreter._implicit_cvt, builder.cast_impl = converted, cast_impl
 
 
 class _Function:
