@@ -14,7 +14,6 @@ from tests.gate.samples import entry_of
 from tpkernels.gate import ahead_of_time
 from tpkernels.gate.ahead_of_time import (
     ARCHITECTURES,
-    SHARED_LIMIT,
     CompileJob,
     Entry,
     Facts,
@@ -24,6 +23,7 @@ from tpkernels.gate.ahead_of_time import (
     facts_or_error,
 )
 from tpkernels.gate.causes import changes
+from tpkernels.gate.occupancy import SHARED_LIMIT
 from tpkernels.gate.rules import violations
 from tpkernels.kernels.tiles import KERNELS
 from tpkernels.registered.entries import entry_specs

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.gate.samples import FACTS, entry_of
-from tpkernels.gate.ahead_of_time import ARCHITECTURES, SHARED_LIMIT, Facts
-from tpkernels.gate.occupancy import BLOCK_BYTES, PROCESSORS, blocks_by_limit
+from tpkernels.gate.ahead_of_time import ARCHITECTURES, Facts
+from tpkernels.gate.occupancy import BLOCK_BYTES, PROCESSORS, SHARED_LIMIT, blocks_by_limit
 from tpkernels.gate.rules import DEFAULT_RULES, RULES, RULES_WITH_VALUE, rule_named, violations
 from tpkernels.registered.entries import catalog
 from tpkernels.registered.recording import COUNTS

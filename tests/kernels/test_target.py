@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tpkernels.gate.ahead_of_time import SHARED_LIMIT
+from tpkernels.gate.occupancy import SHARED_LIMIT
 from tpkernels.kernels import launch
 from tpkernels.kernels.linear import linear_fwd
 from tpkernels.kernels.reduce import reduce_slots

@@ -36,6 +36,7 @@ from tpkernels.gate import (
 from tpkernels.gate.child import one_line_error
 from tpkernels.gate.disassembly import NoDisassembler, disassemble, disassemble_ahead
 from tpkernels.gate.disk_cache import DiskCache
+from tpkernels.gate.occupancy import SHARED_LIMIT
 from tpkernels.gate.workers import results_of
 
 if TYPE_CHECKING:
@@ -46,15 +47,6 @@ Result = TypeVar("Result")
 
 
 Constant = int | bool | str | float | None  # or a dtype of Triton's
-# architecture -> bytes of shared memory a block may have; past it compiling succeeds, and launching fails
-SHARED_LIMIT: Mapping[str, int] = {
-    "sm_80": 166_912,
-    "sm_89": 101_376,
-    "sm_90": 232_448,
-    "sm_100": 232_448,
-    "sm_120": 101_376,
-    "gfx942": 65_536,
-}
 ARCHITECTURES = tuple(SHARED_LIMIT)
 DIED = "the compiler died"
 TOGETHER = 8  # jobs, whose machine code is disassembled at once

@@ -81,7 +81,7 @@ def _computed(
     cases: Sequence[tuple[str, children.ItemOfChild]],
     report: Callable[[str], None],
     prepare: str,
-    before: recorded.Results | None,
+    before: recorded.RecordedResults | None,
     sketches: dict[str, Any],
 ) -> list[Computed]:
     """before: the results that are recorded; None: they are recorded now. sketches: filled with today's"""

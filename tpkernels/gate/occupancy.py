@@ -10,6 +10,16 @@ REGISTERS = 65_536  # of an SM
 BLOCK_BYTES = 1024  # of shared memory that CUDA takes for each block
 QUARTERS = 4  # of an SM: warps are spread over them, each with its own registers
 WARP_REGISTERS = 256  # in which a warp is given registers
+H100_SMS = 132
+# architecture -> bytes of shared memory a block may have; past it compiling succeeds, and launching fails
+SHARED_LIMIT: Mapping[str, int] = {
+    "sm_80": 166_912,
+    "sm_89": 101_376,
+    "sm_90": 232_448,
+    "sm_100": 232_448,
+    "sm_120": 101_376,
+    "gfx942": 65_536,
+}
 
 
 @dataclass(frozen=True, slots=True)

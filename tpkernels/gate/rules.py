@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from tpkernels.gate.ahead_of_time import SHARED_LIMIT, Facts
+from tpkernels.gate.ahead_of_time import Facts
 from tpkernels.gate.disassembly import FP8_PRODUCTS
-from tpkernels.gate.occupancy import blocks_by_limit, too_few
+from tpkernels.gate.occupancy import SHARED_LIMIT, blocks_by_limit, too_few
 
 Rule = Callable[[str, Facts], Iterator[str]]  # architecture, facts -> what is wrong
 TENSOR_CORES = ("HGMMA", "UTCHMMA", "HMMA")  # products of 16 bits on sm_90, on sm_100, on any

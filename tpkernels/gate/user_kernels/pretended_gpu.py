@@ -19,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
 
-from tpkernels.gate.ahead_of_time import SHARED_LIMIT
-from tpkernels.gate.user_kernels.record import PROCESSORS
+from tpkernels.gate.occupancy import H100_SMS, SHARED_LIMIT
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -53,7 +52,7 @@ class _Driver:
     utils = SimpleNamespace(
         get_device_properties=lambda device=0: {
             "max_shared_mem": SHARED_LIMIT["sm_90"],
-            "multiprocessor_count": PROCESSORS,
+            "multiprocessor_count": H100_SMS,
             "max_num_regs": 65_536,
             "warpSize": 32,
         }
@@ -82,7 +81,7 @@ def pretended_gpu() -> Iterator[None]:
         name="NVIDIA H100",
         major=9,
         minor=0,
-        multi_processor_count=PROCESSORS,
+        multi_processor_count=H100_SMS,
         total_memory=80 << 30,
         warp_size=32,
         gcnArchName="",

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NewType
 
 from tpkernels.gate.ahead_of_time import Constant
+from tpkernels.gate.occupancy import H100_SMS
 from tpkernels.gate.rules import DEFAULT_RULES
 
-PROCESSORS = 132  # of an H100
 Numeric = int | float
 Expression = int | float | str
 # Triton's names of types -> torch's
@@ -114,7 +114,7 @@ class OwnKernel:
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
 
-    def at(self, sizes: Mapping[str, int], processors: int = PROCESSORS) -> Values:
+    def at(self, sizes: Mapping[str, int], processors: int = H100_SMS) -> Values:
         """What is launched; ConfigError names the key whose expression has no value."""
         names = {**self._constants, **sizes, "processors": processors}
         numbers = {}

@@ -23,7 +23,7 @@ SUMS = 16  # the norm of a difference is known to 18 %
 _SEED = 20261129
 _AT_ONCE = 1 << 20  # elements, whose signs are drawn at once
 
-Results = Mapping[str, Mapping[str, Mapping[str, Any]]]  # case -> output -> sketch
+RecordedResults = Mapping[str, Mapping[str, Mapping[str, Any]]]  # case -> output -> sketch
 
 
 def sketch(tensor: Tensor) -> dict[str, Any]:
@@ -65,10 +65,10 @@ def _hash(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-def read(path: Path) -> Results:
+def read(path: Path) -> RecordedResults:
     """What was recorded; {} if there is no such file, ValueError if it holds anything else."""
     try:
-        results: Results = parsed(read_text(path))["results"]
+        results: RecordedResults = parsed(read_text(path))["results"]
         return results
     except FileNotFoundError:
         return {}
@@ -76,12 +76,12 @@ def read(path: Path) -> Results:
         raise ValueError(f"{path} holds no results: --update records them anew") from error
 
 
-def write(results: Results, path: Path) -> None:
+def write(results: RecordedResults, path: Path) -> None:
     """A line an output, in a fixed order."""
     path.write_text("".join(_lines(results)), encoding="utf-8")
 
 
-def _lines(results: Results) -> Iterator[str]:
+def _lines(results: RecordedResults) -> Iterator[str]:
     yield '{"results": {\n'
     cases = sorted(results.items())
     for number, (case, outputs) in enumerate(cases):
