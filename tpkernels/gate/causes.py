@@ -308,9 +308,10 @@ def _told(grown: Mapping[str, tuple[int, float]], kinds: Iterable[str]) -> str:
 
 def _counts(before: Facts, after: Facts) -> Iterator[str]:
     """Each count of instructions that is another, as "HGMMA 8, was 4"."""
+    counted = " in the loop" if before.loops or after.loops else " in the kernel"
     for was, now, where in (
         (before.instructions, after.instructions, ""),
-        (before.loop, after.loop, " in the loop"),
+        (before.loop, after.loop, counted),
         (before.rest, after.rest, " outside"),
         *(({name: getattr(before, name) or 0}, {name: getattr(after, name) or 0}, "") for name in OTHERS),
     ):
