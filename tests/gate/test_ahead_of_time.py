@@ -52,7 +52,7 @@ SOUND = {
     "fp8": (entry_of(f"scaled_linear/descriptor/fp8e4nv/{FP8_TILE}/gelu_tanh+bias+z"), "sm_90"),
     "fp8_on_blackwell": (entry_of(f"sm_100/scaled_linear/descriptor/fp8e4nv/{FP8_TILE}/none"), "sm_100"),
     "fp8_on_ada": (
-        entry_of("sm_89/scaled_linear/pointer/fp8e4nv/64x64x128-w4-s3-p1/gelu_tanh+bias+z"),
+        entry_of("sm_89/scaled_linear/pointer/fp8e4nv/64x64x128-w4-s3-p1/gelu_tanh+bias+z+wait"),
         "sm_89",
     ),
     "amd": (entry_of("sum_rows/pointer/bf16/512x128"), "gfx942"),

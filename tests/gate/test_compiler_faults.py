@@ -70,7 +70,7 @@ def test_sums_of_16_bits_take_half_the_registers():
     assert raced_products(half.replace("R40, R8", "R39, R8"))
 
 
-LINEAR = entry_of("linear/descriptor/bf16/128x128x64-w4-s3-p2-x2/none")
+LINEAR = entry_of("linear/descriptor/bf16/128x128x64-w4-s3-p2-x2/gelu_tanh+bias+z")
 
 
 @pytest.mark.parametrize("edit", ["wait", "sum"])

@@ -138,7 +138,7 @@ OURS = {  # entry -> its rules beside those of all and "aligned"
     "linear/pointer/bf16/128x128x32-w8-s3-p1/gelu_tanh+bias+z": (
         {"tensor_cores", "products_overlap", "uses:LDGSTS.128"}
     ),
-    "linear/descriptor/bf16/128x128x64-w4-s3-p2-x2/none": PRODUCT | {"uses:UTMASTG", "blocks:2"},
+    "linear/descriptor/bf16/128x128x64-w4-s3-p2-x2/gelu_tanh+bias+z": PRODUCT | {"uses:UTMASTG", "blocks:2"},
     f"linear/descriptor/bf16/{TILE}/gelu_tanh+bias+z+wait": PRODUCT | {"uses:UTMASTG", "reads_after_flags"},
     "reduce_slots/pointer/bf16/16x128/bias+wait": {"reads_after_flags"},
     "reduce_slots/pointer/bf16/16x128/bias": set(),

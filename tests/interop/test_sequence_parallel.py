@@ -12,7 +12,7 @@ from tests.interop.refused import refused_alike
 from tests.interop.torch_models import STACK_PLAN, assert_alike, loss_of, sharings, stack
 from tests.models.small import IDS, TARGETS
 from tests.on_ranks import on_ranks
-from tests.planning.test_work import Wire
+from tests.planning.test_work import wire
 from tpkernels import initialize_model_parallel, parallelize
 from tpkernels.comm import calls, schedule
 from tpkernels.interop.parallelize import sequence, tokens
@@ -32,13 +32,13 @@ def cost(model):
         return x
 
     # ranks live longer than a case, and others leave transfers cut
-    with Wire() as wire, patch.object(schedule, "LEAST_BYTES", 2**17):
+    with wire() as sent, patch.object(schedule, "LEAST_BYTES", 2**17):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             loss = loss_of(model, IDS.repeat(8, 1), TARGETS.repeat(8, 1))
         loss.backward()
     saved = {storage.data_ptr(): storage.nbytes() for storage in kept}
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    return sum(size for at, size in saved.items() if at not in weights), wire.sent
+    return sum(size for at, size in saved.items() if at not in weights), sent.sent.total()
 
 
 @on_ranks(2)

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from bench.counts import Operators
 from tests.kernels.checks import DTYPES, LAYOUTS, assert_accurate, normal, raise_if_late
 from tests.kernels.waiting import EPOCH, PATIENCE, arrivals, at_each_look, interpreted
-from tests.ops.test_bytes_moved import BytesMoved
 from tests.products import pairwise
+from tpkernels.dispatch.primitives import RECORDS
 from tpkernels.kernels import launch
 from tpkernels.kernels.interpret import accesses
 from tpkernels.kernels.norm import layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
@@ -22,6 +23,7 @@ from tpkernels.kernels.reference import (
     rms_norm_ref,
 )
 from tpkernels.kernels.target import H100
+from tpkernels.kernels.tiles import MAX_PLUS_FEATURES
 
 SHAPES = {"one_block": (2, 16, 32), "ragged": (4, 45, 37), "one_row": (3, 1, 300), "one_slot": (1, 30, 20)}
 KINDS = {"rms": False, "layer": True}
@@ -163,14 +165,14 @@ class Passes:
             )
         )
         try:
-            with BytesMoved(lambda tensor: tensor.ndim == 2) as by_torch:
+            with Operators(lambda tensor: tensor.ndim == 2) as by_torch:
                 self._matrices += run()
         finally:
             accesses.pop()
         one, reached = self._matrices[0], np.concatenate(self._kernels)
         bounds = {(matrix.data_ptr(), matrix.nbytes) for matrix in self._matrices if matrix.ndim > 1}
         touched = sum(((first <= reached) & (reached < first + size)).sum() for first, size in bounds)
-        torchs = by_torch.by_call["add"] / one.element_size()
+        torchs = by_torch.moved["aten::add"] / one.element_size()
         return float(touched + torchs) / one.numel()
 
 
@@ -217,3 +219,14 @@ def test_add_norm_refuses_what_cannot_work(device):
             weight=torch.zeros(16385))  # fmt: skip
     with pytest.raises(ValueError, match=r"expected plus of shape \(6, 8\), that of x; got \(5, 8\)"):
         rms_norm_bwd(residual, residual, weight, residual[:, 0].contiguous(), residual[:5])
+
+
+@pytest.mark.parametrize("centre", KINDS.values(), ids=KINDS)
+def test_gradients_of_wide_rows_are_added_in_a_pass_of_their_own(centre, device):
+    x, dy, dh = (normal(2, MAX_PLUS_FEATURES + 1, torch.bfloat16, device) for _ in range(3))
+    weight, statistics = torch.ones_like(x[0]), [torch.ones(2, device=device)] * (1 + centre)
+    bwd, name = (layer_norm_bwd, "layer_norm_grad") if centre else (rms_norm_bwd, "rms_norm_grad")
+    with pytest.raises(ValueError, match="expected at most 8192 features with plus, got 8193: add it to dx"):
+        bwd(dy, x, weight, *statistics, dh)
+    ours = RECORDS[name].by_kernel(dy, x, weight, *statistics, dh)
+    assert torch.equal(ours[0], bwd(dy, x, weight, *statistics).dx + dh)

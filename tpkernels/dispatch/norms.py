@@ -5,6 +5,7 @@ T tokens, K features; mean and rstd are (T,), in fp32 or wider.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from tpkernels.dispatch.products import sums_dtype
 from tpkernels.dispatch.record import Layer, Primitive, launcher
 from tpkernels.kernels.operands import DTYPES
 from tpkernels.kernels.reference import bias_grad_ref
-from tpkernels.kernels.tiles import MAX_FEATURES
+from tpkernels.kernels.tiles import MAX_FEATURES, MAX_PLUS_FEATURES
 from tpkernels.tp_invariance import segments_of_op
 
 # torch's fused kernel takes its sums over tokens one by one: at 8192 they are off by 1.8e-6, at 256 by
@@ -77,11 +78,24 @@ def _plus(dx: Tensor, plus: Tensor | None) -> Tensor:
     return dx if plus is None else dx.add_(plus)
 
 
+def _adding_wide_rows(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The launcher; to rows for whose `plus` it has no registers, that is added in a pass of its own."""
+
+    def launch(*operands: Any, **tile: Any) -> Any:
+        *given, plus = operands
+        if plus is None or plus.shape[1] <= MAX_PLUS_FEATURES:
+            return kernel(*operands, **tile)
+        dx, *sums = kernel(*given, None, **tile)
+        return _plus(dx, plus), *sums
+
+    return launch
+
+
 rms_norm_grad = primitive(
     Primitive(
         "rms_norm_grad(Tensor dy, Tensor x, Tensor weight, Tensor rstd, Tensor? plus) -> dx, dweight",
         _rms_norm_grad,
-        launcher("norm", "rms_norm_bwd", gives=("dx", "dweight")),
+        _adding_wide_rows(launcher("norm", "rms_norm_bwd", gives=("dx", "dweight"))),
         lambda layer: (layer.x(), layer.x(), layer.tensor(layer.in_features), _statistic(layer), layer.x()),
         _takes,
     )
@@ -170,7 +184,7 @@ layer_norm_grad = primitive(
         "layer_norm_grad(Tensor dy, Tensor x, Tensor weight, Tensor mean, Tensor rstd, Tensor? plus) "
         "-> dx, dweight, dbias",
         _layer_norm_grad,
-        launcher("norm", "layer_norm_bwd"),
+        _adding_wide_rows(launcher("norm", "layer_norm_bwd")),
         _layer_norm_grad_sample,
         _takes,
         fake=_layer_norm_grad_fake,  # by_torch would make it a guard how many tokens there are

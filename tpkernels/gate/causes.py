@@ -283,7 +283,7 @@ def _rest(before: Facts, after: Facts) -> Iterator[Change]:
     was, now = (one.count("all") - one.loop.get(loops.ALL, 0) for one in (before, after))
     products = [{*filter(one.count, PRODUCTS)} for one in (before, after)]
     others = before.pipeline != after.pipeline or products[0] != products[1]  # so are copies ahead of it
-    if others or after.spills > before.spills or now * threads <= (1 + MUCH) * was:
+    if others or after.spills > before.spills or not 0 < (1 + MUCH) * was < now * threads:
         return
     names = {name for name in after.instructions if "." not in name and name != "all"}
     counts = {name: (before.count(name), float(after.count(name))) for name in names}

@@ -34,7 +34,7 @@ from tpkernels.kernels.interpret import mend
 from tpkernels.kernels.launch_plans import planned
 from tpkernels.kernels.operands import require_matrices, require_parameter, require_shape, require_statistic
 from tpkernels.kernels.target import target_of
-from tpkernels.kernels.tiles import BlockTile, row_tile
+from tpkernels.kernels.tiles import MAX_PLUS_FEATURES, BlockTile, row_tile
 
 mend()
 
@@ -253,7 +253,7 @@ def rms_norm_bwd(
     dy, x: (tokens, features)
     weight: (features,)
     rstd: (tokens,), the forward's
-    plus: like x; another gradient of x, which is added to dx
+    plus: like x, of at most 8,192 features; another gradient of x, which is added to dx
     """
     return _norm_bwd("rms_norm_bwd", dy, x, weight, None, rstd, plus, tile)
 
@@ -294,6 +294,10 @@ def _norm_bwd(
     if mean is not None:
         require_statistic(launcher, "mean", mean, x)
     T, K = x.shape
+    if plus is not None and K > MAX_PLUS_FEATURES:
+        raise ValueError(
+            f"{launcher}: expected at most {MAX_PLUS_FEATURES} features with plus, got {K}: add it to dx"
+        )
     tile = tile or row_tile(launcher, K)
     target_of(x.device)
     programs = max(1, launch.ceil_div(T, tile.chunk))  # no tokens: one program, which leaves zeros

@@ -63,6 +63,7 @@ EMBEDDING = BlockTile(4, 512, num_warps=4)
 EMBEDDING_GRAD = BlockTile(8, 1024, num_warps=8, chunk=128)  # many tokens may share a row
 INTERPRETED_EMBEDDING = BlockTile(4, 32, num_warps=4, chunk=8)
 MAX_FEATURES = 2**14  # of a norm: a row is held in the registers of one program
+MAX_PLUS_FEATURES = MAX_FEATURES // 2  # where a norm's gradient is added to another: wider rows spill
 MAX_SLOT_ROW = 2 * MAX_FEATURES  # bytes: a program that also adds slots would spill wider rows of fp32
 
 

@@ -34,6 +34,7 @@ from tpkernels.kernels.tiles import (
     KERNELS,
     LOGITS,
     MAX_FEATURES,
+    MAX_PLUS_FEATURES,
     MAX_SLOT_ROW,
     ORDERED_SUM,
     SLOT_SUM,
@@ -397,8 +398,9 @@ def _row_specs() -> Iterator[EntrySpec]:
         norm = partial(recording.norm, kind=kind)
         for features in FEATURES:
             yield _row_spec("norm_fwd", f"{features}/{kind}", BF16, norm, features)
-            plus = partial(norm, plus=True)
-            yield _row_spec("norm_bwd", f"{features}/{kind}+plus", BF16, plus, features)
+            if features <= MAX_PLUS_FEATURES:
+                plus = partial(norm, plus=True)
+                yield _row_spec("norm_bwd", f"{features}/{kind}+plus", BF16, plus, features)
             waiting = partial(recording.slot_sums, norm=kind)
             yield _row_spec("reduce_slots", f"{features}/bias+{kind}+wait", BF16, waiting, features)
         yield _row_spec("norm_bwd", f"{features}/{kind}", BF16, norm, features)

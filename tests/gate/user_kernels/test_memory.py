@@ -17,7 +17,7 @@ from sizes import COUNT
 def scale_kernel(x, y, n):
     pass
 """
-ITEM = {"kernel": "kernels:scale_kernel", "oracle": None, "workload": None}
+ITEM = {"kernel": "kernels:scale_kernel", "oracle": None}
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def asked(folder: Path, item: dict[str, object] = ITEM) -> children.Answer | str:
-    (answer,) = answers(children.__name__, folder, [item])
+    (answer,) = answers(children.__name__, folder, [{**item, "folder": str(folder)}])
     return answer
 
 
