@@ -260,7 +260,7 @@ def workflow(home: Path) -> str:
 
 
 def _library() -> str:
-    """What pip installs this tpkernels from: the commit it was installed from, or its version."""
+    """What the workflow installs: the commit that this package was installed from, or its version."""
     try:
         found = json.loads(metadata.distribution("tpkernels").read_text("direct_url.json") or "{}")
         commit = found.get("vcs_info", {}).get("commit_id", "")

@@ -29,7 +29,7 @@ from tpkernels.dispatch.record import launcher
 from tpkernels.kernels import invariance
 from tpkernels.kernels.operands import DTYPES
 from tpkernels.kernels.tiles import MAX_SLOT_ROW
-from tpkernels.ops.inputs import as_dtype, tokens_of
+from tpkernels.ops.inputs import as_dtype, in_forward_mode, tokens_of
 from tpkernels.ops.local.norm import Norm, NormKind, check_parameter, norm_gradients, segments_of_tokens
 from tpkernels.ops.matmul import Plain
 from tpkernels.ops.tensor_parallel.parallel import FakeMatmul, alone_in
@@ -93,7 +93,8 @@ def added(
             check_parameter(op, name, parameter, residual, shape[-1])
     if norm.zero_centered:
         weight = weight.to(sums_dtype(residual.dtype)) + 1
-    over = tp if tp.sequence_parallel else alone_in(tp.segments)
+    recorded = torch.is_grad_enabled() or in_forward_mode()  # else no sum over tokens will be taken
+    over = tp if tp.sequence_parallel and recorded else alone_in(tp.segments)
     segments = segments_of_tokens(op, residual, over) if tp.segments else 0
     how = Saved(norm.kind, segments, x.dtype, (weight.dtype, None if bias is None else bias.dtype))
     return Added(tokens_of(residual), weight, bias, norm.kind, norm.eps), how

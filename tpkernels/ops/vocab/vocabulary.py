@@ -142,6 +142,9 @@ def require_in_vocabulary(
     return False
 
 
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of a float
+
+
 def require_shards(op: str, logits: Tensor, shard: VocabShard) -> None:
     """Raise if all ranks have the same logits: gathered ones, or those of a weight that is not split.
 
@@ -151,8 +154,9 @@ def require_shards(op: str, logits: Tensor, shard: VocabShard) -> None:
     if shard.tp.ranks == 1 or not logits.numel() or not _is_compared(f"{op} logits", logits, shard.tp):
         return
     assert shard.tp.group is not None, "there are other ranks"
-    some = logits.detach()[:: len(logits) // 8 + 1].cpu()
-    ours = f"{shard.tp.rank} {_described('logits', some)}".encode()
+    bits = logits.detach()[:: len(logits) // 8 + 1].view(_BITS[logits.dtype.itemsize]).cpu()
+    some = bits.view(logits.dtype)
+    ours = f"{shard.tp.rank} {_described('logits', bits)}".encode()
     everybody = [each.partition(b" ") for each in bytes_of_all(op, ours, shard.tp.group)]
     ranks, _, logits_of = zip(*everybody, strict=True)
     is_told = len(set(ranks)) == shard.tp.ranks  # not over torch's fake groups, which move no data
