@@ -87,7 +87,7 @@ def test_a_model_keeps_what_is_predicted(name, dtype, recompute, sequence_parall
 
 
 def alive():
-    """The memory of all tensors that Python knows, by its address; not of a tracer's, nor of calls' headers."""
+    """The memory of tensors that Python knows, by its address; none of a tracer, nor of headers of calls."""
     gc.collect()
     every = gc.get_objects()
     headers = {id(thing.header) for thing in every if type(thing) is calls.Kind}
