@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
+from inspect import signature
 from typing import NamedTuple
 
 from tpkernels.gate.products_in_flight import raced_products
@@ -47,7 +48,8 @@ def ptxas_of(architecture: str) -> Ptxas:
     import triton
     from triton.backends.nvidia.compiler import get_ptxas
 
-    path = get_ptxas(int(architecture.removeprefix("sm_"))).path
+    number = [int(architecture.removeprefix("sm_"))] if signature(get_ptxas).parameters else []
+    path = get_ptxas(*number).path  # until Triton 3.5 one for all GPUs
     is_older = path == triton.knobs.nvidia.ptxas.path
     return Ptxas(path, _version(path), f"TRITON_PTXAS{'' if is_older else '_BLACKWELL'}_PATH")
 
