@@ -305,6 +305,18 @@ def test_ranks_time_sums_without_what_follows():
     assert (after.of(x)[0] == 2).all()
 
 
+@on_ranks(2)
+def test_without_gradients_any_tokens_will_do():
+    """Segments of TP-invariance divide tokens for sums of gradients alone; a sample has any number."""
+    case = Case("row", sequence_parallel=True, segments=4)
+    odd = {name: tensor.detach() for name, (tensor, _) in leaves(case).items()}
+    odd |= {"x": odd["x"][:6], "residual": odd["residual"][:3]}
+    with torch.no_grad():
+        assert all(map(torch.equal, in_one(case, odd, {}), in_turn(case, odd, {})))
+    with pytest.raises(ValueError, match=r"tokens .* that this rank's 2 of the 4 segments"):
+        in_one(case, odd, {})
+
+
 def without_residual(y, residual, *rest):
     return y, *ADD_NORM(y, residual, *rest)[1:]
 
